@@ -1,0 +1,1 @@
+"""Rows -> Examples -> plan -> Batches, all on the host."""
