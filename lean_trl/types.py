@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -245,4 +246,34 @@ class StepReport:
     metrics: dict[str, Tensor]  # fp32 scalars
 
 
-Objective = Callable[[Scores, Batch], LossTerms]
+
+@dataclass(frozen=True)
+class Method:
+    """One way to train: where its examples come from and what its objective makes of the scores.
+
+    The step knows nothing else about a method. `bind` gives the functions below the run's loss settings; only a
+    bound Method may be handed to train_step.
+    """
+
+    name: str
+    unit: str  # one of UNITS; a window whose total of it is 0 has nothing to learn from and changes no weight
+    examples: str  # the kind of rows it trains on, a key of the data part's table
+    objective: Callable[..., LossTerms]  # (scores, batch, loss settings); once bound (scores, batch)
+    want: tuple[str, ...] | Callable[[Any], tuple[str, ...]] = ()  # statistics beyond logprobs, see WANT
+    reference: bool | Callable[[Any], bool] = False  # needs ref_logprobs in extras
+    # Losses that need a statistic of the whole window: (scores of each micro-batch under
+    # no_grad at the current weights, the micro-batches, group, loss settings) -> the micro-batches with the
+    # statistic in their extras. So the loss is the same however the window is cut.
+    window_statistics: Callable[..., list[Batch]] | None = None
+    rollout: bool = False  # sequences come from an engine, not from files
+
+    def bind(self, loss: Any) -> Method:
+        """The same method with the run's loss settings filled in."""
+        statistics = self.window_statistics
+        return replace(
+            self,
+            objective=partial(self.objective, loss=loss),
+            want=self.want(loss) if callable(self.want) else self.want,
+            reference=self.reference(loss) if callable(self.reference) else self.reference,
+            window_statistics=partial(statistics, loss=loss) if statistics else None,
+        )

@@ -1,0 +1,31 @@
+"""The table of methods: a row is an objective of about a dozen lines over a loss family.
+
+Adding a method touches this table and one file in `losses/`; the step stays as it is.
+"""
+
+from __future__ import annotations
+
+from lean_trl.config import LossConfig
+from lean_trl.losses import sft_loss
+from lean_trl.types import Batch, LossTerms, Method, Metric, Scores, Term
+
+
+def token_metrics(scores: Scores) -> dict[str, Metric]:
+    """What every method logs of its scored tokens: means over tokens, whatever the micro-batches."""
+    metrics = {}
+    if scores.entropy is not None:
+        metrics["entropy"] = Metric(scores.entropy)
+    if scores.top1 is not None:
+        metrics["mean_token_accuracy"] = Metric(scores.top1.float())
+    return metrics
+
+
+def sft_objective(scores: Scores, batch: Batch, loss: LossConfig) -> LossTerms:
+    """Mean loss of the scored tokens of the window."""
+    values = sft_loss(scores.logprobs, loss_type=loss.loss_type or "nll")
+    return LossTerms((Term(values, None, "tokens"),), token_metrics(scores))
+
+
+METHODS: dict[str, Method] = {
+    "sft": Method("sft", unit="tokens", examples="sft", objective=sft_objective, want=("entropy", "top1")),
+}

@@ -1,0 +1,115 @@
+"""One optimizer step. It knows no method, no technique and no data format.
+
+    loss = sum over terms k of  coef_k * sum over the window and all ranks of (values_k * weights_k) / totals[unit_k]
+
+The denominators are known before the first forward, so the micro-batch size, the accumulation, the number of ranks,
+packing and order change nothing but rounding. Nothing is read back from the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from lean_trl.train.distributed import sum_gradients
+from lean_trl.train.metrics import Meter
+from lean_trl.types import UNITS, Batch, LossTerms, Method, Metric, StepReport, Totals
+
+
+def train_step(
+    model: nn.Module,
+    window: Sequence[Batch],
+    method: Method,
+    optimizer: Optimizer,
+    *,
+    totals: Totals,
+    max_grad_norm: float | None,
+    around: Callable[[], AbstractContextManager] = nullcontext,
+    group: dist.ProcessGroup | None = None,
+) -> StepReport:
+    """Forward and backward over the window's micro-batches, then one update.
+
+    model: model(batch, want) -> Scores, on one device; the batches are moved there. window: this rank's micro-batches,
+    equally many on every rank. method: a bound Method. totals: {unit: count over the window and all ranks}.
+    max_grad_norm: clip the global norm to it; None or 0: measure only. around: a context for each micro-batch's
+    forward and backward (techniques). group: the ranks that share the window; None: one.
+
+    Gradients must be None or zero on entry and are None on exit. A window with nothing to learn from
+    (totals[method.unit] == 0) leaves weights, optimizer state and weight decay alone. Returns tensors on the device.
+    """
+    device = next(model.parameters()).device
+    meter = Meter(device)
+    batches = [batch.to(device) for batch in window]
+    if method.window_statistics is not None:
+        batches = _with_statistics(model, batches, method, group, meter)
+    for batch in batches:
+        with around():
+            scores = model(batch, method.want)
+            objective = method.objective(scores, batch)
+            loss = reduce_terms(objective, totals)
+            loss.backward()
+        # A vector of all-zero weights must not reach the log as a number: each metric brings its own weights.
+        meter.add({"loss": Metric(loss.reshape(1), how="sum"), **objective.metrics})
+        meter.add_host("padding_fraction", 1 - batch.num_real_tokens / batch.num_tokens, batch.num_tokens)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    sum_gradients(parameters, group)
+    grad_norm = clip_gradients(parameters, max_grad_norm)
+    if totals[method.unit] > 0:
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    metrics = meter.reduce(group)
+    return StepReport(metrics.pop("loss"), grad_norm, metrics)
+
+
+def reduce_terms(objective: LossTerms, totals: Totals) -> Tensor:
+    """This micro-batch's share of the loss: the one place that divides. fp32 scalar.
+
+    >>> from lean_trl.types import Term
+    >>> terms = LossTerms((Term(torch.tensor([2.0, 1.0, 0.5, 0.5, 1.0]), None, "tokens"),))
+    >>> reduce_terms(terms, {"tokens": 6})       # the sixth token lies in another micro-batch
+    tensor(0.8333)
+    """
+    parts = [term.total() / max(totals[term.unit], 1) for term in objective.terms]
+    return torch.stack(parts).sum()
+
+
+def clip_gradients(parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
+    """The global L2 norm before clipping: fp32 scalar. Gradients are scaled by min(1, max_norm / (norm + 1e-6))."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norm = get_total_norm(grads)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    if max_norm:
+        clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm.float()
+
+
+def count_totals(window: Sequence[Batch], group: dist.ProcessGroup | None = None) -> dict[str, int]:
+    """{unit: count} over the window and all ranks, for callers that have no plan that knows it already.
+
+    Uses one all-reduce of five integers on the CPU.
+    """
+    counts = torch.zeros(len(UNITS), dtype=torch.int64)
+    for batch in window:
+        counts += torch.tensor([batch.totals[unit] for unit in UNITS])
+    if group is not None:
+        dist.all_reduce(counts, group=group)
+    return dict(zip(UNITS, counts.tolist(), strict=True))
+
+
+def _with_statistics(
+    model: nn.Module, batches: list[Batch], method: Method, group: dist.ProcessGroup | None, meter: Meter
+) -> list[Batch]:
+    """Score the window once without gradients and let the method write what it needs into the extras."""
+    assert method.window_statistics is not None
+    with torch.no_grad():
+        scores = [model(batch, method.want) for batch in batches]
+        meter.add_host("extra_forward_tokens", sum(batch.num_real_tokens for batch in batches), how="sum")
+        return method.window_statistics(scores, batches, group)

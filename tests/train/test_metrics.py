@@ -1,0 +1,41 @@
+import json
+import math
+
+import torch
+
+from lean_trl.train.metrics import Meter, MetricsLog
+from lean_trl.types import Metric
+
+CPU = torch.device("cpu")
+
+
+def test_each_way_to_combine_over_micro_batches():
+    meter = Meter(CPU)
+    for values, weights in (([1.0, 5.0], [1.0, 1.0]), ([9.0], [0.0]), ([], [])):
+        v, w = torch.tensor(values), torch.tensor(weights)
+        meter.add({f"{how}": Metric(v, w, how) for how in ("mean", "sum", "min", "max")})
+        meter.add({"last": Metric(v, how="last")})
+    meter.add_host("host", 0.5, 3)
+    meter.add_host("host", 0.0, 1)
+    got = {name: value.item() for name, value in meter.reduce().items()}
+    # The 9 has no weight, so it counts nowhere; an empty micro-batch changes nothing.
+    assert got == {"mean": 3.0, "sum": 6.0, "min": 1.0, "max": 5.0, "last": 9.0, "host": 0.375}
+
+
+def test_a_mean_over_nothing_is_nan_and_is_written_as_null(tmp_path):
+    meter = Meter(CPU)
+    empty = torch.zeros(0)
+    meter.add({"mean": Metric(empty), "max": Metric(empty, how="max"), "sum": Metric(empty, how="sum")})
+    got = {name: value.item() for name, value in meter.reduce().items()}
+    assert math.isnan(got["mean"]) and math.isnan(got["max"]) and got["sum"] == 0
+    log = MetricsLog(tmp_path / "run" / "metrics.jsonl")
+    log.write({"step": 1, **got})
+    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text()) == {"step": 1, "mean": None, "max": None, "sum": 0}
+    log.close()
+
+
+def test_a_mean_over_many_tokens_keeps_its_digits():
+    meter = Meter(CPU)
+    for _ in range(1000):
+        meter.add({"x": Metric(torch.full((1000,), 0.1))})
+    assert abs(meter.reduce()["x"].item() - 0.1) < 1e-8
