@@ -1,0 +1,340 @@
+"""The settings of a run: every key with its type, default and meaning, and the checks across keys.
+
+    config = load_config(["recipes/smollm2_gsm8k.yaml", "--train.max_steps", "60"])
+    config.train.max_steps                                      # 60
+    save_config(config, "outputs/config.yaml")                  # loads again to an equal Config
+
+Where a concept is TRL's, so are its name and default, unless the help says otherwise.
+This module must not import torch: `scripts/train.py --help` and wrong settings answer at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from lean_trl.recipe import SettingsError, read_recipe, to_yaml, with_overrides
+from lean_trl.settings import (
+    Count,
+    Fraction,
+    Index,
+    NonNegative,
+    Positive,
+    build,
+    help_text,
+    method_defaults,
+    setting,
+)
+
+LEARNING_RATES = {
+    "sft": 2e-5,
+    "dpo": 1e-6,
+    "kto": 1e-6,
+    "grpo": 1e-6,
+    "rloo": 1e-6,
+    "reward": 1e-4,
+    "online_dpo": 5e-7,
+}
+LOSS_TYPES = {"sft": ("nll", "dft")}  # the first is the default
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str | None = setting(None, "local folder or hub id; null: the built-in tiny model")
+    revision: str | None = setting(None, "branch, tag or commit on the hub")
+    dtype: Literal["float32", "bfloat16"] = setting("float32", "what the model computes in")
+    attention: Literal["auto", "sdpa", "math"] = setting(
+        "auto", "backend of lean::varlen_attention"
+    )
+    chat_template: str | None = setting(
+        None, "a Jinja file that replaces the tokenizer's chat template"
+    )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    path: str | None = setting(None, "file, folder or hub id; null: the built-in arithmetic")
+    split: str | None = setting(None, "split to train on; null: train")
+    eval_path: str | None = setting(None, "file, folder or hub id of held-out rows")
+    eval_split: str | None = setting(None, "held-out split, of eval_path or else of path")
+    text_column: str | None = setting(None, "column that holds plain text; null: text")
+    columns: dict[str, str] | None = setting(None, "our column -> the file's, {prompt: question}")
+    max_length: Count | None = setting(1024, "tokens kept of one sequence; null: all")
+    truncation_mode: Literal["keep_start", "keep_end"] = setting("keep_start", "which end survives")
+    completion_only_loss: bool | None = setting(
+        None, "learn the completion alone; null: when rows have prompt and completion"
+    )
+    assistant_only_loss: bool = setting(False, "of a conversation learn only the assistant's turns")
+    shuffle: bool = setting(True, "a new order of the rows each epoch, from the seed")
+    padding_free: bool = setting(
+        True, "false pads each micro-batch to its longest row: only to measure what that costs"
+    )
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    loss_type: str = setting(
+        None, "sft: nll, dft", per_method={m: t[0] for m, t in LOSS_TYPES.items()}
+    )
+    disable_dropout: bool = setting(
+        True, "run a model whose config asks for dropout without it; false refuses it"
+    )
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    batch_size: Count | None = setting(
+        None, "sequences of one step over all ranks; null: micro_batch_size x accumulation x ranks"
+    )
+    micro_batch_size: Count = setting(4, "sequences of one forward on one rank")
+    max_tokens_per_micro_batch: Count | None = setting(
+        None, "cut the step's sequences by this token budget instead of by micro_batch_size"
+    )
+    gradient_accumulation_steps: Count | None = setting(
+        None, "micro-batches of one step on one rank; null: 1, or what batch_size needs"
+    )
+    num_epochs: Count = setting(1, "passes over the data when max_steps is null")
+    max_steps: Count | None = setting(
+        None, "optimizer steps; wins over num_epochs, and the data repeat"
+    )
+    learning_rate: NonNegative = setting(None, "peak learning rate", per_method=LEARNING_RATES)
+    lr_scheduler: Literal["linear", "cosine", "constant"] = setting(
+        "linear", "decay after the warm-up, to 0"
+    )
+    warmup_steps: Index = setting(
+        0, "step s of these (from 0) runs at s / warmup_steps of the peak"
+    )
+    weight_decay: NonNegative = setting(0.0, "on matrices and embeddings only")
+    adam_beta1: Fraction = setting(0.9, "decay of the first moment")
+    adam_beta2: Fraction = setting(0.999, "decay of the second moment")
+    adam_epsilon: Positive = setting(1e-8, "added to the root of the second moment")
+    max_grad_norm: Positive | None = setting(
+        1.0, "clip the gradient's global norm; null: only measure it"
+    )
+    optimizer: Literal["adamw"] = setting("adamw", "AdamW, torch's fused kernel")
+    param_dtype: Literal["float32", "bfloat16"] = setting(
+        "float32", "what trained parameters are stored in"
+    )
+    deterministic: bool = setting(
+        True, "deterministic algorithms: the same run gives the same bits"
+    )
+    eval_every: Count | None = setting(
+        None, "steps between evaluations; null: before and after only"
+    )
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    activation_checkpointing: bool = setting(True, "recompute each block in the backward")
+
+
+@dataclass(frozen=True)
+class DistributedConfig:
+    sharding: Literal["none"] = setting("none", "none: every rank holds a replica")
+    timeout_s: Positive = setting(600.0, "seconds that a collective may wait for the other ranks")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    export_hf: bool = setting(True, "write model/ in Hugging Face's layout at the end")
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    every: Count = setting(1, "steps between lines of metrics.jsonl")
+    progress: bool = setting(True, "show a progress bar (sparse lines where stderr is no terminal)")
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings of a run, resolved: no value depends on a default that is not in it.
+
+    Raises SettingsError (a ValueError) when settings contradict each other.
+
+    >>> Config(train=TrainConfig(max_steps=60)).train.learning_rate
+    2e-05
+    """
+
+    method: Literal["sft"] = setting("sft", "what to train")
+    output_dir: str = setting("outputs", "metrics.jsonl, config.yaml and model/ are written here")
+    seed: Index = setting(0, "of the data order and of new weights")
+    eval_only: bool = setting(False, "evaluate, train nothing")
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            filled = method_defaults(getattr(self, item.name), self.method)
+            object.__setattr__(self, item.name, filled)
+        problems = list(_contradictions(self))
+        if problems:
+            raise SettingsError("\n".join(problems))
+
+
+def _contradictions(config: Config) -> Iterator[str]:
+    """What is wrong across keys, each with its way out."""
+    model, data, train = config.model, config.data, config.train
+    known_losses = LOSS_TYPES[config.method]
+    if config.loss.loss_type not in known_losses:
+        yield (
+            f"loss.loss_type: got {config.loss.loss_type!r}, "
+            f"expected one of {', '.join(known_losses)} for method {config.method}"
+        )
+    if train.param_dtype == "bfloat16":
+        yield (
+            "train.param_dtype: bfloat16 loses updates smaller than 2^-9 of a weight, and no "
+            "optimizer here corrects for that: set float32"
+        )
+    elif model.dtype != train.param_dtype:
+        yield (
+            f"model.dtype {model.dtype} differs from train.param_dtype {train.param_dtype}: "
+            f"computing in another type than the weights' own is not supported, set both to float32"
+        )
+    if train.batch_size and train.gradient_accumulation_steps:
+        per_rank = train.micro_batch_size * train.gradient_accumulation_steps
+        if train.batch_size % per_rank:
+            yield (
+                f"train.batch_size {train.batch_size} is no multiple of micro_batch_size x "
+                f"gradient_accumulation_steps = {per_rank}: leave one of the two out"
+            )
+    if train.max_steps and train.warmup_steps > train.max_steps:
+        yield (
+            f"train.warmup_steps {train.warmup_steps} is more than train.max_steps "
+            f"{train.max_steps}: lower it"
+        )
+    if data.max_length is None and data.truncation_mode == "keep_end":
+        yield "data.truncation_mode: keep_end has no effect while data.max_length is null: set one"
+    if model.path is None and model.revision:
+        yield "model.revision has no effect on the built-in model: set model.path"
+    if data.path and not (data.eval_path or data.eval_split):
+        for key, wanted in (
+            ("train.eval_every", train.eval_every),
+            ("eval_only", config.eval_only),
+        ):
+            if wanted:
+                yield f"{key} needs held-out rows: set data.eval_path or data.eval_split"
+
+
+def units_per_step(train: TrainConfig, world_size: int) -> int:
+    """Units (sequences, or pairs for preferences) of one optimizer step over all ranks.
+
+    Raises SettingsError when batch_size and gradient_accumulation_steps are both set and disagree.
+
+    >>> units_per_step(TrainConfig(micro_batch_size=4, gradient_accumulation_steps=2), world_size=2)
+    16
+    """
+    micro_batches = train.gradient_accumulation_steps or 1
+    counted = train.micro_batch_size * micro_batches * world_size
+    if train.batch_size is None:
+        return counted
+    if train.gradient_accumulation_steps and counted != train.batch_size:
+        raise SettingsError(
+            f"train.batch_size {train.batch_size} is not micro_batch_size {train.micro_batch_size} "
+            f"x gradient_accumulation_steps {micro_batches} x {world_size} ranks = {counted}: "
+            f"leave one of them out"
+        )
+    return train.batch_size
+
+
+# Names of TRL, transformers and peft -> our key, or what to do instead. Only read to word an error.
+FOREIGN_NAMES = {
+    # model
+    "model_name_or_path": "model.path",
+    "model_name": "model.path",
+    "model_revision": "model.revision",
+    "torch_dtype": "model.dtype",
+    "attn_implementation": "model.attention",
+    "chat_template_path": "model.chat_template",
+    "bf16": "bfloat16 is chosen by model.dtype; it is not supported yet, leave it float32",
+    "fp16": "float16 is not supported: model.dtype is float32",
+    # data
+    "dataset_name": "data.path",
+    "train_file": "data.path",
+    "dataset_train_split": "data.split",
+    "dataset_test_split": "data.eval_split",
+    "dataset_text_field": "data.text_column",
+    "max_seq_length": "data.max_length",
+    "max_seq_len": "data.max_length",
+    "max_prompt_length": "data.max_length bounds prompt and completion together",
+    "max_completion_length": "data.max_length bounds prompt and completion together",
+    "train_on_responses_only": "data.completion_only_loss",
+    "shuffle_dataset": "data.shuffle",
+    # train
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "per_device_eval_batch_size": "evaluation uses train.micro_batch_size: leave it out",
+    "generation_batch_size": "train.batch_size",
+    "global_batch_size": "train.batch_size",
+    "num_train_epochs": "train.num_epochs",
+    "epochs": "train.num_epochs",
+    "lr": "train.learning_rate",
+    "lr_scheduler_type": "train.lr_scheduler",
+    "warmup_ratio": "a share of the run is not supported: give train.warmup_steps",
+    "optim": "train.optimizer",
+    "clip_grad_norm": "train.max_grad_norm",
+    "eval_steps": "train.eval_every",
+    "eval_strategy": "train.eval_every says when: steps between evaluations",
+    "full_determinism": "train.deterministic",
+    # memory, distributed, outputs
+    "gradient_checkpointing": "memory.activation_checkpointing",
+    "ddp_timeout": "distributed.timeout_s",
+    "fsdp": "distributed.sharding",
+    "logging_steps": "logging.every",
+    "disable_tqdm": "logging.progress",
+    "do_eval": "eval_only",
+    "use_liger_kernel": "the fused log-prob op is always used: leave it out",
+}
+
+
+def load_config(arguments: Sequence[str] = ()) -> Config:
+    """The Config that a command line, `[recipe.yaml] [--section.key value ...]`, asks for.
+
+    Raises SettingsError with one line for each problem.
+
+    >>> load_config(["--train.max_steps=60", "--data.shuffle", "false"]).data.shuffle
+    False
+    """
+    overrides = list(arguments)
+    recipe = (
+        read_recipe(overrides.pop(0)) if overrides and not overrides[0].startswith("--") else {}
+    )
+    return config_from_dict(with_overrides(recipe, overrides))
+
+
+def config_from_dict(tree: Mapping[str, Any]) -> Config:
+    """The Config that a nested map (a parsed recipe) describes."""
+    return build(Config, tree, FOREIGN_NAMES)
+
+
+def config_from_command_line(usage: str, arguments: Sequence[str] | None = None) -> Config:
+    """load_config for a script: prints help or the problems and exits (0 or 2) instead of raising.
+
+    usage: the script's own words, printed above the list of keys.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if "--help" in arguments or "-h" in arguments:
+        print(f"{usage.strip()}\n{help_text(Config)}", end="")
+        raise SystemExit(0)
+    try:
+        return load_config(arguments)
+    except SettingsError as error:
+        print(f"{error}\n(--help lists every key)", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def config_to_yaml(config: Config) -> str:
+    """The resolved settings as a recipe that loads again to an equal Config."""
+    return to_yaml(asdict(config))
+
+
+def save_config(config: Config, path: str | Path) -> None:
+    """Write the resolved settings as a recipe."""
+    Path(path).write_text(config_to_yaml(config), encoding="utf-8")
