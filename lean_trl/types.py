@@ -1,11 +1,10 @@
 """The types that every part of the library speaks, each field with its shape, unit and meaning.
 
     row -> Example -> plan -> Batch -> model -> Scores -> objective -> LossTerms -> train_step
-
-Dimension letters: T tokens of a batch (padding included), R independent trees, S sequences, U scored tokens,
-P pairs, Q distinct hidden rows, E experts.
-
-Worked example. Documents of 3 and 2 tokens, all scored (the first token of a document is never a target):
+ Dimension letters: T tokens of a batch (padding included), R independent trees, S sequences, U
+scored tokens, P pairs, Q distinct hidden rows, E experts.
+ Worked example. Documents of 3 and 2 tokens, all scored (the first token of a document is never a
+target):
 
     input_ids  a b c | d e      cu_seqlens 0 3 5      rows     0 1 | 3
     positions  0 1 2 | 0 1      last       2 4        targets  b c | e        cu_units 0 2 3
@@ -13,7 +12,7 @@ Worked example. Documents of 3 and 2 tokens, all scored (the first token of a do
 A prompt `abc` with completions `d` and `e` that share it (a tree: R = 1, S = 2):
 
     input_ids  a b c d e        cu_seqlens 0 5        rows     2 2
-    positions  0 1 2 3 3        end  5 5 5 4 5        targets  d e            cu_units 0 1 2     last 3 4
+    positions  0 1 2 3 3        end  5 5 5 4 5        targets  d e       cu_units 0 1 2   last 3 4
 """
 
 from __future__ import annotations
@@ -27,10 +26,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# The label that data files (and the `targets` that outsiders pass to linear_logprobs) use for "no loss here".
+# The label that data files (and the `targets` that outsiders pass to linear_logprobs) use for "no
+# loss here".
 IGNORE_INDEX = -100
 
-# What a loss term may be divided by; counted over the whole window and all ranks before the first forward.
+# What a loss term may be divided by; counted over the whole window and all ranks before the first
+# forward.
 Unit = Literal["tokens", "processed", "sequences", "pairs", "groups"]
 UNITS: tuple[str, ...] = ("tokens", "processed", "sequences", "pairs", "groups")
 Totals = Mapping[str, int]
@@ -44,12 +45,14 @@ class Example:
 
     >>> Example([5, 6, 7], scored=[False, False, True]).num_scored
     1
-    >>> Example([5, 6, 7]).num_scored           # everything but the first token, which nothing predicts
+    >>> Example([5, 6, 7]).num_scored  # everything but the first token, which nothing predicts
     2
     """
 
     input_ids: np.ndarray  # int32 [n], n >= 1; any sequence of ints is accepted and converted
-    scored: np.ndarray | None = None  # bool [n]; True: predict this token from the one before. None: all
+    scored: np.ndarray | None = (
+        None  # bool [n]; True: predict this token from the one before. None: all
+    )
     extras: Mapping[str, Any] = field(default_factory=dict)  # per-sequence data, see EXTRAS
     pair: int = -1  # id shared by chosen and rejected; -1: not part of a pair
     group: int = -1  # id shared by the completions of one prompt; -1: no group
@@ -58,11 +61,15 @@ class Example:
     def __post_init__(self) -> None:
         ids = np.asarray(self.input_ids, dtype=np.int32)
         if ids.ndim != 1 or len(ids) == 0:
-            raise ValueError(f"input_ids of {self.source} must be a non-empty list of ints, got shape {ids.shape}")
+            raise ValueError(
+                f"input_ids of {self.source} must be a non-empty list of ints, "
+                f"got shape {ids.shape}"
+            )
         scored = np.ones(len(ids), bool) if self.scored is None else np.asarray(self.scored, bool)
         if scored.shape != ids.shape:
             raise ValueError(
-                f"scored of {self.source} has {scored.shape[0]} entries for {len(ids)} tokens: give one per token"
+                f"scored of {self.source} has {scored.shape[0]} entries for "
+                f"{len(ids)} tokens: give one per token"
             )
         if scored[0]:  # the first token has no predecessor
             scored = scored.copy()
@@ -89,7 +96,9 @@ class Extra:
 
 # Every extra that a Batch may carry, declared once; build_batch refuses other names.
 EXTRAS: dict[str, Extra] = {
-    "ref_logprobs": Extra("U", torch.float32, "log-probability of the token under the frozen reference"),
+    "ref_logprobs": Extra(
+        "U", torch.float32, "log-probability of the token under the frozen reference"
+    ),
     "old_logprobs": Extra("U", torch.float32, "log-probability of the token when it was sampled"),
     "advantages": Extra("S", torch.float32, "advantage of the sequence"),
     "margin": Extra("P", torch.float32, "reward margin asked of the pair"),
@@ -99,23 +108,31 @@ EXTRAS: dict[str, Extra] = {
 
 @dataclass(frozen=True)
 class Batch:
-    """Some sequences laid one after another: no batch dimension, no attention mask, no shift left to do.
+    """Some sequences laid one after another: no batch dimension, no attention mask, no shift left
+    to do.
 
-    Tensors live on one device; the host fields repeat every offset as Python ints, so nothing in a step reads a
-    tensor back. In preference batches sequences 2p and 2p + 1 are chosen and rejected of pair p.
+    Tensors live on one device; the host fields repeat every offset as Python ints, so nothing in a
+    step reads a tensor back. In preference batches sequences 2p and 2p + 1 are chosen and rejected
+    of pair p.
     """
 
     input_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]; depth of the token in its sequence (tree), from 0
-    # int32 [R + 1]; bounds of the independent trees. R = S when nothing branches, and one more when a tail of padding
-    # rounds T up: that tail is a tree of its own but no sequence.
+    # int32 [R + 1]; bounds of the independent trees. R = S when nothing branches, and one more when
+    # a tail of padding rounds T up: that tail is a tree of its own but no sequence.
     cu_seqlens: Tensor
-    end: Tensor | None  # int32 [T]; last descendant + 1 of each token; None when no prefix is shared
-    rows: Tensor  # int64 [U]; scored token u is predicted from hidden row rows[u]; grouped by sequence, in order
+    end: (
+        Tensor | None
+    )  # int32 [T]; last descendant + 1 of each token; None when no prefix is shared
+    # int64 [U]; scored token u is predicted from hidden row rows[u]; grouped by sequence, in order
+    rows: Tensor
     targets: Tensor  # int64 [U]; the id of scored token u
-    cu_units: Tensor  # int64 [S + 1]; scored tokens of sequence s are [cu_units[s], cu_units[s + 1])
+    cu_units: (
+        Tensor  # int64 [S + 1]; scored tokens of sequence s are [cu_units[s], cu_units[s + 1])
+    )
     last: Tensor  # int64 [S]; row of each sequence's last real token
-    # (distinct rows int64 [Q] ascending, index into them of each unit int64 [U]), or None: all rows differ.
+    # (distinct rows int64 [Q] ascending, index into them of each unit int64 [U]), or None: all rows
+    # differ.
     row_map: tuple[Tensor, Tensor] | None
     extras: dict[str, Tensor]  # see EXTRAS
     # -- host --
@@ -162,7 +179,7 @@ class Batch:
         return dict(zip(UNITS, counts, strict=True))
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch with its tensors on `device` (asynchronously where the source is pinned)."""
+        """The same batch with its tensors on `device` (asynchronously from pinned memory)."""
 
         def move(value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -184,7 +201,8 @@ class Batch:
 class Scores:
     """What the model says of the scored tokens: statistics in fp32, never logits.
 
-    `top1`, `entropy` and `log_sum_sq` are there only when asked for in `want`; `entropy` carries gradients.
+    `top1`, `entropy` and `log_sum_sq` are there only when asked for in `want`; `entropy` carries
+    gradients.
     """
 
     logprobs: Tensor  # fp32 [U]; log p(target)
@@ -193,7 +211,9 @@ class Scores:
     log_sum_sq: Tensor | None = None  # fp32 [U]; log sum_v p_v^2
     reward: Tensor | None = None  # fp32 [S]; reward models only
     router_probs: Tensor | None = None  # fp32 [E, T]; mean over MoE layers of the router's softmax
-    expert_counts: Tensor | None = None  # fp32 [E]; assignments of real tokens, summed over MoE layers
+    expert_counts: Tensor | None = (
+        None  # fp32 [E]; assignments of real tokens, summed over MoE layers
+    )
 
 
 WANT = ("entropy", "top1", "log_sum_sq")
@@ -203,7 +223,8 @@ WANT = ("entropy", "top1", "log_sum_sq")
 class Term:
     """One summand of the loss: coef * sum(values * weights) / totals[unit].
 
-    values carry the gradient; weights never do and never depend on how a window is cut into micro-batches.
+    values carry the gradient; weights never do and never depend on how a window is cut into
+    micro-batches.
     """
 
     values: Tensor  # fp32 [any]
@@ -222,16 +243,21 @@ How = Literal["mean", "sum", "min", "max", "last"]
 
 @dataclass(frozen=True)
 class Metric:
-    """A number to log, combined over micro-batches and ranks: mean is sum(values * weights) / sum(weights)."""
+    """A number to log, combined over micro-batches and ranks.
+
+    mean is sum(values * weights) / sum(weights).
+    """
 
     values: Tensor  # [any], detached
-    weights: Tensor | None = None  # same shape; None: all 1; a weight of 0 leaves the value out of min and max too
+    weights: Tensor | None = (
+        None  # same shape; None: all 1; a weight of 0 leaves the value out of min and max too
+    )
     how: How = "mean"
 
 
 @dataclass(frozen=True)
 class LossTerms:
-    """What an objective returns. The step divides, sums, reduces and logs; the objective does none of that."""
+    """What an objective returns; it is the step that divides, sums, reduces and logs."""
 
     terms: tuple[Term, ...]
     metrics: dict[str, Metric] = field(default_factory=dict)
@@ -246,23 +272,27 @@ class StepReport:
     metrics: dict[str, Tensor]  # fp32 scalars
 
 
-
 @dataclass(frozen=True)
 class Method:
     """One way to train: where its examples come from and what its objective makes of the scores.
 
-    The step knows nothing else about a method. `bind` gives the functions below the run's loss settings; only a
-    bound Method may be handed to train_step.
+    The step knows nothing else about a method. `bind` gives the functions below the run's loss
+    settings; only a bound Method may be handed to train_step.
     """
 
     name: str
-    unit: str  # one of UNITS; a window whose total of it is 0 has nothing to learn from and changes no weight
+    # one of UNITS; a window whose total of it is 0 has nothing to learn from and changes no weight
+    unit: str
     examples: str  # the kind of rows it trains on, a key of the data part's table
-    objective: Callable[..., LossTerms]  # (scores, batch, loss settings); once bound (scores, batch)
-    want: tuple[str, ...] | Callable[[Any], tuple[str, ...]] = ()  # statistics beyond logprobs, see WANT
+    objective: Callable[
+        ..., LossTerms
+    ]  # (scores, batch, loss settings); once bound (scores, batch)
+    want: (
+        tuple[str, ...] | Callable[[Any], tuple[str, ...]]
+    ) = ()  # statistics beyond logprobs, see WANT
     reference: bool | Callable[[Any], bool] = False  # needs ref_logprobs in extras
-    # Losses that need a statistic of the whole window: (scores of each micro-batch under
-    # no_grad at the current weights, the micro-batches, group, loss settings) -> the micro-batches with the
+    # Losses that need a statistic of the whole window: (scores of each micro-batch under no_grad at
+    # the current weights, the micro-batches, group, loss settings) -> the micro-batches with the
     # statistic in their extras. So the loss is the same however the window is cut.
     window_statistics: Callable[..., list[Batch]] | None = None
     rollout: bool = False  # sequences come from an engine, not from files

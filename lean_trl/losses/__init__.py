@@ -1,8 +1,8 @@
 """Losses as pure functions: unreduced, no model, no mask, no rank. They import only torch.
 
     from lean_trl.losses import sft_loss
-
-Every function says in its docstring which shapes it takes, its equation with the source, and one worked example.
+ Every function says in its docstring which shapes it takes, its equation with the source, and one
+worked example.
 """
 
 from lean_trl.losses.reduce import segment_ids, segment_sum

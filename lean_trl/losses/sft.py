@@ -11,10 +11,11 @@ def nll(logprobs: Tensor) -> Tensor:
 
 
 def dft(logprobs: Tensor) -> Tensor:
-    """-sg(p) * log p: dynamic fine-tuning, which takes the 1/p out of the gradient of maximum likelihood.
+    """-sg(p) * log p: dynamic fine-tuning, which takes the 1/p out of the gradient of maximum
+    likelihood.
 
-    Wu et al., "On the Generalization of SFT: A Reinforcement Learning Perspective with Reward Rectification"
-    (arXiv 2508.05629), equation 9.
+    Wu et al., "On the Generalization of SFT: A Reinforcement Learning Perspective with Reward
+    Rectification" (arXiv 2508.05629), equation 9.
     """
     return -logprobs * logprobs.detach().exp()
 
@@ -25,8 +26,9 @@ SFT_LOSSES = {"nll": nll, "dft": dft}
 def sft_loss(logprobs: Tensor, *, loss_type: str = "nll") -> Tensor:
     """Loss of each scored token, unreduced: fp32 [U] -> [U].
 
-    logprobs: log-probabilities of the target tokens, in nats. loss_type: a key of SFT_LOSSES ("nll" or "dft").
-    Divide the sum by the number of scored tokens of the whole optimizer step, not of a micro-batch.
+    logprobs: log-probabilities of the target tokens, in nats. loss_type: a key of SFT_LOSSES ("nll"
+    or "dft"). Divide the sum by the number of scored tokens of the whole optimizer step, not of a
+    micro-batch.
 
     >>> import torch
     >>> sft_loss(torch.tensor([0.5, 0.25]).log())

@@ -1,4 +1,4 @@
-"""Memory techniques: each a class in a file of its own, called through the one ordered list in apply.py."""
+"""Memory techniques: a class in a file each, called through the one list in apply.py."""
 
 from lean_trl.techniques.apply import apply_techniques
 

@@ -17,7 +17,7 @@ from lean_trl.techniques.checkpointing import ActivationCheckpointing
 
 
 class Technique(Protocol):
-    """What a technique may do. Built from the run's settings; `enabled` says whether they ask for it."""
+    """What a technique may do. `enabled` says whether the run's settings ask for it."""
 
     name: str
     enabled: bool

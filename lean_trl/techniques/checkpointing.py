@@ -1,7 +1,6 @@
 """Activation checkpointing: keep a block's input, run the block again in backward.
-
-Costs about one more forward of the blocks (a third more time), saves everything else that a block keeps for backward.
-The head is not part of it: it recomputes its logits by itself.
+ Costs about one more forward of the blocks (a third more time), saves everything else that a block
+keeps for backward. The head is not part of it: it recomputes its logits by itself.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ class ActivationCheckpointing:
 
     def on_model(self, model: nn.Module) -> None:
         for block in model.blocks:
-            # Non-reentrant, so that frozen inputs (adapters) still give gradients; no early stop surprises.
+            # Non-reentrant, so that frozen inputs (adapters) still give gradients; no early stop
+            # surprises.
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
     def around_micro_batch(self) -> AbstractContextManager:

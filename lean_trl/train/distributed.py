@@ -1,7 +1,6 @@
 """Ranks: joining them, averaging nothing, summing gradients of replicas.
-
-torchrun sets RANK, WORLD_SIZE, LOCAL_RANK and the master's address; a plain `python scripts/train.py` is one rank
-without a process group.
+ torchrun sets RANK, WORLD_SIZE, LOCAL_RANK and the master's address; a plain `python
+scripts/train.py` is one rank without a process group.
 """
 
 from __future__ import annotations
@@ -58,7 +57,8 @@ def join_world(timeout_s: float) -> Iterator[World]:
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Add up the gradients of replicas over `group`, in buckets; sharded (DTensor) gradients are summed already.
+    """Add up the gradients of replicas over `group`, in buckets; sharded (DTensor) gradients are
+    summed already.
 
     Sums, not means: the loss of each rank is already divided by a total over all ranks.
     """

@@ -11,7 +11,7 @@ from lean_trl.types import Batch, LossTerms, Method, Metric, Scores, Term
 
 
 def token_metrics(scores: Scores) -> dict[str, Metric]:
-    """What every method logs of its scored tokens: means over tokens, whatever the micro-batches."""
+    """What every method logs of its scored tokens: means over tokens."""
     metrics = {}
     if scores.entropy is not None:
         metrics["entropy"] = Metric(scores.entropy)
@@ -27,5 +27,7 @@ def sft_objective(scores: Scores, batch: Batch, loss: LossConfig) -> LossTerms:
 
 
 METHODS: dict[str, Method] = {
-    "sft": Method("sft", unit="tokens", examples="sft", objective=sft_objective, want=("entropy", "top1")),
+    "sft": Method(
+        "sft", unit="tokens", examples="sft", objective=sft_objective, want=("entropy", "top1")
+    ),
 }

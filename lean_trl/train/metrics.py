@@ -1,4 +1,4 @@
-"""Metrics of one optimizer step: gathered per micro-batch, reduced over ranks with two all-reduces, read back once."""
+"""Metrics of a step: gathered per micro-batch, reduced over ranks with two all-reduces."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from torch import Tensor
 
 from lean_trl.types import Metric
 
-# A metric is a row of sums or of maxima until the end of the step; minima are maxima of the negated value.
+# A metric is a row of sums or of maxima until the end of the step; minima are maxima of the negated
+# value.
 _SUMS = ("mean", "sum")
 
 
 class Meter:
     """Adds up a window's metrics on the device.
 
-    Every rank must add the same names (a micro-batch without scored tokens adds them too, with empty values).
+    Every rank must add the same names (a micro-batch without scored tokens adds them too, with
+    empty values).
 
     >>> meter = Meter(torch.device("cpu"))
     >>> meter.add({"loss": Metric(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 1.0]))})
@@ -40,10 +42,14 @@ class Meter:
         for name, metric in metrics.items():
             assert self._how.setdefault(name, metric.how) == metric.how, f"{name} changed how"
             values = metric.values.detach().reshape(-1)
-            weights = torch.ones_like(values) if metric.weights is None else metric.weights.reshape(-1)
+            weights = (
+                torch.ones_like(values) if metric.weights is None else metric.weights.reshape(-1)
+            )
             if metric.how in _SUMS:
                 # fp64: a sum over 1e6 fp32 tokens would lose digits that the log prints.
-                pair = torch.stack([(values * weights).sum(dtype=torch.float64), weights.sum(dtype=torch.float64)])
+                pair = torch.stack(
+                    [(values * weights).sum(dtype=torch.float64), weights.sum(dtype=torch.float64)]
+                )
                 self._sums[name] = self._sums[name] + pair if name in self._sums else pair
             else:
                 self._maxima[name] = self._fold(name, metric.how, values, weights)
@@ -56,7 +62,9 @@ class Meter:
 
     def _fold(self, name: str, how: str, values: Tensor, weights: Tensor) -> Tensor:
         if how == "last":  # a state that all ranks share: the newest micro-batch that has it wins
-            return values[-1:].double() if values.numel() else self._maxima.get(name, self._nothing())
+            return (
+                values[-1:].double() if values.numel() else self._maxima.get(name, self._nothing())
+            )
         signed = -values if how == "min" else values
         masked = torch.where(weights > 0, signed.double(), -math.inf)
         return torch.cat([self._maxima.get(name, self._nothing()), masked]).max().reshape(1)
@@ -65,12 +73,14 @@ class Meter:
         return torch.full((1,), -math.inf, dtype=torch.float64, device=self.device)
 
     def reduce(self, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
-        """fp32 scalars on the device, equal on all ranks of `group`; NaN where nothing had weight."""
+        """fp32 scalars on the device, equal on all ranks; NaN where nothing had weight."""
         result: dict[str, Tensor] = {}
         if self._sums or self._host:
             on_device, on_host = sorted(self._sums), sorted(self._host)
             names = on_device + on_host
-            host = torch.tensor([self._host[name] for name in on_host], dtype=torch.float64).reshape(-1, 2)
+            host = torch.tensor(
+                [self._host[name] for name in on_host], dtype=torch.float64
+            ).reshape(-1, 2)
             device = [self._sums[name].unsqueeze(0) for name in on_device]
             sums = torch.cat([*device, host.to(self.device, non_blocking=True)])
             if group is not None:
@@ -99,7 +109,10 @@ class MetricsLog:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
-        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        clean = {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v
+            for k, v in record.items()
+        }
         self._file.write(json.dumps(clean) + "\n")
         self._file.flush()
 

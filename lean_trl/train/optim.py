@@ -9,7 +9,7 @@ from lean_trl.config import TrainConfig
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Matrices and embeddings decay; vectors (norms, biases, sinks) do not. Frozen parameters are left out."""
+    """Matrices and embeddings decay; vectors (norms, biases, sinks) do not. No frozen ones."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not trained:
         raise ValueError("the model has no trainable parameter: nothing to optimise")
@@ -21,7 +21,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """AdamW in one fused kernel: foreach would hold about a copy of the parameters in temporaries."""
+    """AdamW in one fused kernel: foreach holds about a copy of the parameters in temporaries."""
     return AdamW(
         parameter_groups(model, config.weight_decay),
         lr=config.learning_rate,

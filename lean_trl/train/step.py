@@ -1,9 +1,10 @@
 """One optimizer step. It knows no method, no technique and no data format.
 
-    loss = sum over terms k of  coef_k * sum over the window and all ranks of (values_k * weights_k) / totals[unit_k]
-
-The denominators are known before the first forward, so the micro-batch size, the accumulation, the number of ranks,
-packing and order change nothing but rounding. Nothing is read back from the device.
+    loss = sum over terms k of  coef_k * sum over the window and all ranks of (values_k * weights_k)
+    / totals[unit_k]
+ The denominators are known before the first forward, so the micro-batch size, the accumulation, the
+number of ranks, packing and order change nothing but rounding. Nothing is read back from the
+device.
 """
 
 from __future__ import annotations
@@ -36,13 +37,15 @@ def train_step(
 ) -> StepReport:
     """Forward and backward over the window's micro-batches, then one update.
 
-    model: model(batch, want) -> Scores, on one device; the batches are moved there. window: this rank's micro-batches,
-    equally many on every rank. method: a bound Method. totals: {unit: count over the window and all ranks}.
-    max_grad_norm: clip the global norm to it; None or 0: measure only. around: a context for each micro-batch's
-    forward and backward (techniques). group: the ranks that share the window; None: one.
+    model: model(batch, want) -> Scores, on one device; the batches are moved there. window: this
+    rank's micro-batches, equally many on every rank. method: a bound Method. totals: {unit: count
+    over the window and all ranks}. max_grad_norm: clip the global norm to it; None or 0: measure
+    only. around: a context for each micro-batch's forward and backward (techniques). group: the
+    ranks that share the window; None: one.
 
-    Gradients must be None or zero on entry and are None on exit. A window with nothing to learn from
-    (totals[method.unit] == 0) leaves weights, optimizer state and weight decay alone. Returns tensors on the device.
+    Gradients must be None or zero on entry and are None on exit. A window with nothing to learn
+    from (totals[method.unit] == 0) leaves weights, optimizer state and weight decay alone. Returns
+    tensors on the device.
     """
     device = next(model.parameters()).device
     meter = Meter(device)
@@ -55,9 +58,12 @@ def train_step(
             objective = method.objective(scores, batch)
             loss = reduce_terms(objective, totals)
             loss.backward()
-        # A vector of all-zero weights must not reach the log as a number: each metric brings its own weights.
+        # A vector of all-zero weights must not reach the log as a number: each metric brings its
+        # own weights.
         meter.add({"loss": Metric(loss.reshape(1), how="sum"), **objective.metrics})
-        meter.add_host("padding_fraction", 1 - batch.num_real_tokens / batch.num_tokens, batch.num_tokens)
+        meter.add_host(
+            "padding_fraction", 1 - batch.num_real_tokens / batch.num_tokens, batch.num_tokens
+        )
     parameters = [p for p in model.parameters() if p.requires_grad]
     sum_gradients(parameters, group)
     grad_norm = clip_gradients(parameters, max_grad_norm)
@@ -81,7 +87,10 @@ def reduce_terms(objective: LossTerms, totals: Totals) -> Tensor:
 
 
 def clip_gradients(parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
-    """The global L2 norm before clipping: fp32 scalar. Gradients are scaled by min(1, max_norm / (norm + 1e-6))."""
+    """The global L2 norm before clipping: fp32 scalar.
+
+    Gradients are scaled in place by min(1, max_norm / (norm + 1e-6)).
+    """
     grads = [p.grad for p in parameters if p.grad is not None]
     norm = get_total_norm(grads)
     if isinstance(norm, DTensor):
@@ -92,7 +101,8 @@ def clip_gradients(parameters: list[nn.Parameter], max_norm: float | None) -> Te
 
 
 def count_totals(window: Sequence[Batch], group: dist.ProcessGroup | None = None) -> dict[str, int]:
-    """{unit: count} over the window and all ranks, for callers that have no plan that knows it already.
+    """{unit: count} over the window and all ranks, for callers that have no plan that knows it
+    already.
 
     Uses one all-reduce of five integers on the CPU.
     """
@@ -105,11 +115,17 @@ def count_totals(window: Sequence[Batch], group: dist.ProcessGroup | None = None
 
 
 def _with_statistics(
-    model: nn.Module, batches: list[Batch], method: Method, group: dist.ProcessGroup | None, meter: Meter
+    model: nn.Module,
+    batches: list[Batch],
+    method: Method,
+    group: dist.ProcessGroup | None,
+    meter: Meter,
 ) -> list[Batch]:
-    """Score the window once without gradients and let the method write what it needs into the extras."""
+    """Score the window once without gradients; the method writes what it needs into extras."""
     assert method.window_statistics is not None
     with torch.no_grad():
         scores = [model(batch, method.want) for batch in batches]
-        meter.add_host("extra_forward_tokens", sum(batch.num_real_tokens for batch in batches), how="sum")
+        meter.add_host(
+            "extra_forward_tokens", sum(batch.num_real_tokens for batch in batches), how="sum"
+        )
         return method.window_statistics(scores, batches, group)

@@ -8,9 +8,13 @@ from lean_trl.losses import segment_ids, segment_sum, sft_loss
 
 def test_nll_and_dft_by_hand():
     logprobs = torch.tensor([0.5, 0.25], dtype=torch.float64).log().requires_grad_()
-    torch.testing.assert_close(sft_loss(logprobs), torch.tensor([math.log(2), math.log(4)], dtype=torch.float64))
+    torch.testing.assert_close(
+        sft_loss(logprobs), torch.tensor([math.log(2), math.log(4)], dtype=torch.float64)
+    )
     dft = sft_loss(logprobs, loss_type="dft")
-    torch.testing.assert_close(dft, torch.tensor([0.5 * math.log(2), 0.25 * math.log(4)], dtype=torch.float64))
+    torch.testing.assert_close(
+        dft, torch.tensor([0.5 * math.log(2), 0.25 * math.log(4)], dtype=torch.float64)
+    )
     # p is a constant weight: the gradient is -p, not -p - p log p.
     dft.sum().backward()
     torch.testing.assert_close(logprobs.grad, torch.tensor([-0.5, -0.25], dtype=torch.float64))

@@ -25,12 +25,19 @@ def test_each_way_to_combine_over_micro_batches():
 def test_a_mean_over_nothing_is_nan_and_is_written_as_null(tmp_path):
     meter = Meter(CPU)
     empty = torch.zeros(0)
-    meter.add({"mean": Metric(empty), "max": Metric(empty, how="max"), "sum": Metric(empty, how="sum")})
+    meter.add(
+        {"mean": Metric(empty), "max": Metric(empty, how="max"), "sum": Metric(empty, how="sum")}
+    )
     got = {name: value.item() for name, value in meter.reduce().items()}
     assert math.isnan(got["mean"]) and math.isnan(got["max"]) and got["sum"] == 0
     log = MetricsLog(tmp_path / "run" / "metrics.jsonl")
     log.write({"step": 1, **got})
-    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text()) == {"step": 1, "mean": None, "max": None, "sum": 0}
+    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text()) == {
+        "step": 1,
+        "mean": None,
+        "max": None,
+        "sum": 0,
+    }
     log.close()
 
 

@@ -1,4 +1,4 @@
-"""The step on a stub model whose log-probs are its parameters: every number can be worked out by hand."""
+"""The step on a stub model whose log-probs are its parameters: every number by hand."""
 
 import math
 from functools import partial
@@ -29,7 +29,9 @@ def rows(*ids):
     return build_batch([Example([0, *row]) for row in ids])
 
 
-SFT = Method("sft", "tokens", "sft", lambda s, b, loss: LossTerms((Term(-s.logprobs, None, "tokens"),))).bind(None)
+SFT = Method(
+    "sft", "tokens", "sft", lambda s, b, loss: LossTerms((Term(-s.logprobs, None, "tokens"),))
+).bind(None)
 
 
 def run(model, window, **kwargs):
@@ -41,7 +43,9 @@ def run(model, window, **kwargs):
 def test_mean_over_tokens_of_the_window_not_mean_of_means():
     losses = [0.0, 2.0, 1.0, 0.5, 0.5, 1.0, 4.0]
     report = run(Table(losses), [rows([1, 2, 3, 4, 5]), rows([6])])
-    assert report.loss.item() == pytest.approx(1.5, abs=1e-6)  # 2.5: mean of means; 9: never divided
+    assert report.loss.item() == pytest.approx(
+        1.5, abs=1e-6
+    )  # 2.5: mean of means; 9: never divided
     report = run(Table(losses), [rows([1, 2, 3, 4, 5], [6])])
     assert report.loss.item() == pytest.approx(1.5, abs=1e-6)
 
@@ -51,7 +55,9 @@ def test_a_micro_batch_with_nothing_to_learn():
     model = Table([0.0, 1.0, 2.0, 3.0])
     report = run(model, [rows([1, 2, 3]), nothing, filler_batch()])
     assert report.loss.item() == pytest.approx(2.0)
-    assert math.isfinite(report.grad_norm) and report.metrics["padding_fraction"] == pytest.approx(1 / 8)
+    assert math.isfinite(report.grad_norm) and report.metrics["padding_fraction"] == pytest.approx(
+        1 / 8
+    )
 
 
 def test_a_window_with_nothing_to_learn_leaves_the_weights_alone():
@@ -66,15 +72,21 @@ def test_a_window_with_nothing_to_learn_leaves_the_weights_alone():
 
 def test_terms_have_their_own_denominators():
     values = torch.tensor([1.0, 2.0])
-    terms = LossTerms((Term(values, torch.tensor([1.0, 0.5]), "tokens", 2.0), Term(values, None, "sequences")))
-    assert reduce_terms(terms, {"tokens": 4, "sequences": 3}).item() == pytest.approx(2 * 2 / 4 + 3 / 3)
+    terms = LossTerms(
+        (Term(values, torch.tensor([1.0, 0.5]), "tokens", 2.0), Term(values, None, "sequences"))
+    )
+    assert reduce_terms(terms, {"tokens": 4, "sequences": 3}).item() == pytest.approx(
+        2 * 2 / 4 + 3 / 3
+    )
 
 
 def test_clipping_scales_the_update_and_reports_the_norm_before():
     model = Table([0.0, 1.0])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     window = [rows([1])]
-    report = train_step(model, window, SFT, optimizer, totals=count_totals(window), max_grad_norm=0.25)
+    report = train_step(
+        model, window, SFT, optimizer, totals=count_totals(window), max_grad_norm=0.25
+    )
     assert report.grad_norm.item() == pytest.approx(1.0)
     assert model.losses[1].item() == pytest.approx(0.75, abs=1e-5)
 
@@ -82,7 +94,9 @@ def test_clipping_scales_the_update_and_reports_the_norm_before():
 def test_window_statistics_are_computed_once_over_the_window():
     def objective(scores: Scores, batch: Batch, loss: None) -> LossTerms:
         shift = batch.extras["advantages"]
-        return LossTerms((Term(-scores.logprobs - shift, None, "tokens"),), {"shift": Metric(shift)})
+        return LossTerms(
+            (Term(-scores.logprobs - shift, None, "tokens"),), {"shift": Metric(shift)}
+        )
 
     def mean_logprob(scores, batches, group, loss):
         mean = torch.cat([s.logprobs for s in scores]).mean()
@@ -93,7 +107,12 @@ def test_window_statistics_are_computed_once_over_the_window():
     window = [rows([1, 2]), rows([3])]
     model = Table([0.0, 1.0, 2.0, 6.0])
     report = train_step(
-        model, window, method, torch.optim.SGD(model.parameters(), 0.1), totals=count_totals(window), max_grad_norm=0
+        model,
+        window,
+        method,
+        torch.optim.SGD(model.parameters(), 0.1),
+        totals=count_totals(window),
+        max_grad_norm=0,
     )
     assert report.metrics["shift"].item() == pytest.approx(-3.0)
     assert report.loss.item() == pytest.approx(6.0)
@@ -101,14 +120,19 @@ def test_window_statistics_are_computed_once_over_the_window():
 
 
 def test_sft_method_logs_token_means():
-    scores = Scores(torch.tensor([-1.0, -3.0]), torch.tensor([0.5, 1.5]), torch.tensor([True, False]))
+    scores = Scores(
+        torch.tensor([-1.0, -3.0]), torch.tensor([0.5, 1.5]), torch.tensor([True, False])
+    )
 
     class Loss:
         loss_type = None
 
     terms = METHODS["sft"].bind(Loss).objective(scores, None)
     assert reduce_terms(terms, {"tokens": 2}).item() == pytest.approx(2.0)
-    assert terms.metrics["entropy"].values.mean() == 1.0 and terms.metrics["mean_token_accuracy"].values.mean() == 0.5
+    assert (
+        terms.metrics["entropy"].values.mean() == 1.0
+        and terms.metrics["mean_token_accuracy"].values.mean() == 0.5
+    )
 
 
 def test_batches_are_the_split_of_one_window():

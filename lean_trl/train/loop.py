@@ -1,0 +1,167 @@
+"""From settings to a trained model on disk: the one loop that every method runs through.
+
+    set_up   everything that can fail cheaply (settings, tokenizer, rows) first, then the model
+    fit      windows -> train_step -> metrics.jsonl, evaluation
+    export   model/ in the layout that transformers and vLLM load
+
+Run it with `torchrun scripts/train.py recipe.yaml`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lean_trl.config import Config, save_config
+from lean_trl.data.feed import Feed, open_feeds
+from lean_trl.data.tokenizer import Tokenizer, load_tokenizer
+from lean_trl.model.loader import load_model, save_model
+from lean_trl.techniques.apply import apply_techniques
+from lean_trl.train.distributed import World, join_world
+from lean_trl.train.evaluate import evaluate
+from lean_trl.train.log import StepLog
+from lean_trl.train.methods import METHODS
+from lean_trl.train.metrics import MetricsLog
+from lean_trl.train.optim import build_optimizer, set_learning_rate
+from lean_trl.train.progress import Progress
+from lean_trl.train.schedule import lr_factor
+from lean_trl.train.step import train_step
+from lean_trl.types import Method
+
+
+@dataclass
+class Run:
+    """What a run is made of, and how far it is."""
+
+    config: Config
+    world: World
+    tokenizer: Tokenizer
+    model: nn.Module
+    method: Method
+    optimizer: Optimizer
+    around: Callable[[], AbstractContextManager]
+    train_feed: Feed
+    eval_feed: Feed | None
+    log: StepLog
+    step: int = 0  # optimizer steps done
+
+    def say(self, message: str) -> None:
+        """Print on rank 0."""
+        if self.world.is_main:
+            print(message, flush=True)
+
+
+def train(config: Config) -> None:
+    """Run the settings from start to end: train (or only evaluate) and write `output_dir`."""
+    with join_world(config.distributed.timeout_s) as world:
+        run = set_up(config, world)
+        report_evaluation(run)
+        if not config.eval_only:
+            fit(run)
+            report_evaluation(run)
+            export(run)
+        run.log.close()
+
+
+def set_up(config: Config, world: World) -> Run:
+    """Everything before the first step, what fails cheaply first."""
+    torch.manual_seed(config.seed)
+    if config.train.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = (
+            False  # a debugging aid that costs a pass per tensor
+        )
+    folder = Path(config.output_dir)
+    if world.is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_config(config, folder / "config.yaml")
+    tokenizer = load_tokenizer(config.model)
+    method = METHODS[config.method].bind(config.loss)
+    train_feed, eval_feed, report = open_feeds(
+        config, tokenizer, method.examples, world.rank, world.size
+    )
+    if world.is_main:
+        print(report, flush=True)
+    model = load_model(
+        config.model.path,
+        dtype=config.model.dtype,
+        device=str(world.device),
+        attention=config.model.attention,
+    )
+    around = apply_techniques(model, config)
+    file = MetricsLog(folder / "metrics.jsonl") if world.is_main else None
+    progress = Progress(train_feed.steps, enabled=world.is_main and config.logging.progress)
+    return Run(
+        config=config,
+        world=world,
+        tokenizer=tokenizer,
+        model=model,
+        method=method,
+        optimizer=build_optimizer(model, config.train),
+        around=around,
+        train_feed=train_feed,
+        eval_feed=eval_feed,
+        log=StepLog(file, progress, config.logging.every, world.device),
+    )
+
+
+def fit(run: Run) -> None:
+    """One optimizer step for each window of the feed."""
+    settings, steps = run.config.train, run.train_feed.steps
+    run.model.train()
+    run.log.pause()
+    for window in run.train_feed:
+        factor = lr_factor(settings.lr_scheduler, run.step, steps, settings.warmup_steps)
+        learning_rate = settings.learning_rate * factor
+        set_learning_rate(run.optimizer, learning_rate)
+        report = train_step(
+            run.model,
+            window.batches,
+            run.method,
+            run.optimizer,
+            totals=window.totals,
+            max_grad_norm=settings.max_grad_norm,
+            around=run.around,
+            group=run.world.group,
+        )
+        run.step += 1
+        run.log.add(
+            run.step,
+            report,
+            learning_rate=learning_rate,
+            epoch=window.epoch,
+            tokens=window.totals["processed"],
+            empty=window.totals[run.method.unit] == 0,
+        )
+        if settings.eval_every and run.step % settings.eval_every == 0 and run.step != steps:
+            report_evaluation(run)
+    run.log.flush()
+
+
+def report_evaluation(run: Run) -> None:
+    """Held-out loss, printed and written to metrics.jsonl, when there are held-out rows."""
+    if run.eval_feed is None:
+        return
+    metrics = evaluate(run.model, run.eval_feed, run.method, group=run.world.group)
+    run.log.write_evaluation(run.step, metrics)
+    run.say(
+        f"step {run.step}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+    )
+    run.log.pause()
+
+
+def export(run: Run) -> None:
+    """Write `output_dir`/model: configs, safetensors, tokenizer and chat template."""
+    if not run.config.checkpoint.export_hf:
+        return
+    folder = Path(run.config.output_dir) / "model"
+    if run.world.is_main:
+        save_model(run.model, folder)
+        run.tokenizer.save(folder)
+    run.say(f"model written to {folder}")
