@@ -1,6 +1,6 @@
 """Post-training for language models in plain PyTorch.
 
-The names below load on first use: `import lean_trl` costs nothing and pulls in nothing, not even torch.
+The names below load on first use: `import lean_trl` pulls in nothing, not even torch.
 
     from lean_trl import Example, build_batch, load_model
     model = load_model("HuggingFaceTB/SmolLM2-135M-Instruct")
@@ -25,10 +25,10 @@ _HOME = {
     "Term": "types",
     "build_batch": "data.batch",
     "load_config": "config",
-    "load_model": "model",
-    "save_model": "model",
+    "load_model": "model.loader",
+    "save_model": "model.loader",
     "METHODS": "train.methods",
-    "Method": "train.methods",
+    "Method": "types",
     "apply_techniques": "techniques.apply",
     "train_step": "train.step",
 }
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
     from lean_trl.config import Config as Config
     from lean_trl.config import load_config as load_config
     from lean_trl.data.batch import build_batch as build_batch
-    from lean_trl.model import load_model as load_model
-    from lean_trl.model import save_model as save_model
+    from lean_trl.model.loader import load_model as load_model
+    from lean_trl.model.loader import save_model as save_model
     from lean_trl.techniques.apply import apply_techniques as apply_techniques
     from lean_trl.train.methods import METHODS as METHODS
-    from lean_trl.train.methods import Method as Method
     from lean_trl.train.step import train_step as train_step
     from lean_trl.types import Batch as Batch
     from lean_trl.types import Example as Example
     from lean_trl.types import LossTerms as LossTerms
+    from lean_trl.types import Method as Method
     from lean_trl.types import Metric as Metric
     from lean_trl.types import Scores as Scores
     from lean_trl.types import Term as Term

@@ -1,7 +1,7 @@
-"""A progress bar on stderr: loss, tokens per second, time left; sparse lines where there is no terminal.
+"""A progress bar on stderr: loss, tokens per second, time left; sparse lines without a terminal.
 
-The bar is tqdm's: huggingface_hub brings it already. The estimate is ours, because steps reach the bar
-in bursts (logging.every) and evaluations run before the first, both of which throw tqdm's off.
+The bar is tqdm's: huggingface_hub brings it already. The estimate is ours: steps reach the bar in
+bursts (logging.every) and an evaluation runs before the first, and both throw tqdm's off.
 """
 
 from __future__ import annotations
@@ -103,15 +103,15 @@ class Progress:
 
 
 def _short(value: float) -> str:
-    """Three digits: 987, 12.3k, 4.56M.
+    """Four digits: 987.4, 12.35k, 4.56M.
 
-    >>> [_short(v) for v in (0.5, 987.4, 12345, 999_950)]
-    ['0.5', '987', '12.3k', '1000k']
+    >>> [_short(v) for v in (0.5, 987.4, 12345, 4_560_000)]
+    ['0.5', '987.4', '12.35k', '4.56M']
     """
     for unit, size in (("M", 1e6), ("k", 1e3)):
         if value >= size:
-            return f"{value / size:.{2 if value < 10 * size else 1 if value < 100 * size else 0}f}{unit}"
-    return f"{value:.{0 if value >= 10 else 1}f}"
+            return f"{value / size:.4g}{unit}"
+    return f"{value:.4g}"
 
 
 def _duration(seconds: float) -> str:

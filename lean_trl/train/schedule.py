@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step: linear warm-up, then linear, cosine or no decay.
+"""The learning rate as a pure function of the step: warm-up, then linear, cosine or no decay.
 
 The same numbers as transformers' get_scheduler, on the number of optimizer steps that will be run.
 """
@@ -19,8 +19,8 @@ DECAYS: dict[str, Callable[[float], float]] = {
 def lr_factor(name: str, step: int, steps: int | None, warmup_steps: int = 0) -> float:
     """What the peak learning rate is multiplied by at optimizer step `step` (from 0) of `steps`.
 
-    step / warmup_steps during the warm-up, so the first of several warm-up steps runs at 0; then the
-    decay `name`, which reaches 0 one step after the last. steps None: unknown, constant only.
+    step / warmup_steps during the warm-up (its first step runs at 0), then the decay `name`, which
+    reaches 0 one step after the last. steps None: unknown, constant only.
     Raises ValueError for an unknown name or a decay over an unknown number of steps.
 
     >>> [round(lr_factor("linear", s, 3), 6) for s in range(3)]

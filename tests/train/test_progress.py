@@ -32,10 +32,10 @@ def test_without_a_terminal_a_line_every_ten_seconds_and_the_last_step():
         progress.update(step, loss=3.0 / step, tokens_per_second=1234.5)
     progress.close()
     assert shown(stream) == [
-        "step 1/30  loss 3.0000  1.23k tokens/s  ETA ?",
-        "step 11/30  loss 0.2727  1.23k tokens/s  ETA 19s",
-        "step 21/30  loss 0.1429  1.23k tokens/s  ETA 9s",
-        "step 30/30  loss 0.1000  1.23k tokens/s  ETA 0s",
+        "step 1/30  loss 3.0000  1.234k tokens/s  ETA ?",
+        "step 11/30  loss 0.2727  1.234k tokens/s  ETA 19s",
+        "step 21/30  loss 0.1429  1.234k tokens/s  ETA 9s",
+        "step 30/30  loss 0.1000  1.234k tokens/s  ETA 0s",
     ]
 
 
