@@ -1,0 +1,171 @@
+"""Rows from files: jsonl, json, parquet, arrow, csv, compressed or not; one file, a folder, or a
+hub dataset.
+
+A row is a dict as its writer meant it. JSON goes through Python's parser because Arrow's refuses
+rows whose nested values differ in type; rows of Arrow and parquet lose the keys that only exist
+because another row has them.
+"""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import lzma
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+Row = dict[str, Any]
+
+COMPRESSED: dict[str, Callable[[Path, str], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+}
+FORMATS = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv", ".tsv")
+# Written beside the rows by other libraries, and no rows.
+METADATA = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
+
+
+def find_files(path: Path, split: str | None = None) -> list[Path]:
+    """The row files of `path` in order: itself, or those of a folder that belong to `split`
+    (default: train).
+
+    In a folder a file belongs to a split when its name or a folder on the way has the split's name
+    as a word: `data/train-00000-of-00002.parquet`, `test.jsonl.gz`. Raises ValueError when there
+    are none.
+    """
+    if path.is_file():
+        if split is not None:
+            raise ValueError(f"{path} is one file and has no splits: leave the split out")
+        if format_of(path) is None:
+            raise ValueError(
+                f"{path}: unknown kind of file; known: {', '.join(FORMATS)}, also as .gz .bz2 .xz "
+                f".zst"
+            )
+        return [path]
+    files = [
+        f
+        for f in sorted(path.rglob("*"))
+        if f.is_file() and format_of(f) and f.name not in METADATA
+    ]
+    if not files:
+        raise ValueError(
+            f"{path} holds no files of rows ({', '.join(FORMATS)}, also as .gz .bz2 .xz .zst)"
+        )
+    word = re.compile(rf"(^|[^a-z0-9]){re.escape((split or 'train').lower())}($|[^a-z0-9])")
+    chosen = [f for f in files if word.search(str(f.relative_to(path)).lower())]
+    if chosen or split is None:
+        return chosen or files
+    names = ", ".join(str(f.relative_to(path)) for f in files[:10])
+    raise ValueError(f"{path} has no files of split {split!r}; its files: {names}")
+
+
+def format_of(path: Path) -> str | None:
+    """The suffix that says how to read `path`, compression aside; None: it holds no rows."""
+    suffixes = path.suffixes
+    if suffixes and suffixes[-1] in (*COMPRESSED, ".zst"):
+        suffixes = suffixes[:-1]
+    return (
+        suffixes[-1]
+        if suffixes and suffixes[-1] in FORMATS and not path.name.startswith(".")
+        else None
+    )
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """The rows of one file, in order.
+
+    Raises ValueError that names the line where a file is broken.
+    """
+    form = format_of(path)
+    if form == ".parquet":
+        yield from _parquet_rows(path)
+    elif form == ".arrow":
+        yield from _arrow_rows(path)
+    elif form in (".csv", ".tsv"):
+        yield from _csv_rows(path, "\t" if form == ".tsv" else ",")
+    elif form == ".json" and _is_array(path):
+        with open_bytes(path) as stream:
+            yield from _checked(json.load(stream), path)
+    else:
+        with open_bytes(path) as stream:
+            yield from _checked(json_lines(stream, path), path)
+
+
+def open_bytes(path: Path) -> IO[bytes]:
+    """`path` opened for reading, decompressed by its suffix."""
+    if path.suffix == ".zst":
+        import pyarrow as pa
+
+        return io.BufferedReader(pa.input_stream(str(path), compression="zstd"))
+    return COMPRESSED.get(path.suffix, open)(path, "rb")
+
+
+def json_lines(stream: IO[bytes], path: Path, first_line: int = 1) -> Iterator[Any]:
+    """One value for each line that is not blank."""
+    for number, line in enumerate(stream, first_line):
+        if not line.strip():
+            continue
+        try:
+            yield json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
+
+
+def _is_array(path: Path) -> bool:
+    with open_bytes(path) as stream:
+        return stream.read(256).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["
+
+
+def _checked(values: Iterator[Any] | Sequence[Any], path: Path) -> Iterator[Row]:
+    for index, value in enumerate(values):
+        if not isinstance(value, dict):
+            raise ValueError(
+                f"{path}, row {index}: a row is an object with named columns, got {value!r:.80}"
+            )
+        yield value
+
+
+def _csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
+    csv.field_size_limit(2**31 - 1)  # the default, 128 KiB, is shorter than many documents
+    with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="") as text:
+        yield from csv.DictReader(text, delimiter=delimiter)
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(str(path), memory_map=True) as file:
+        for batch in file.iter_batches(batch_size=1024):
+            yield from map(without_nulls, batch.to_pylist())
+
+
+def _arrow_rows(path: Path) -> Iterator[Row]:
+    import pyarrow as pa
+
+    with pa.memory_map(str(path)) as source:
+        try:
+            reader: Any = pa.ipc.open_file(source)
+            batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+        except pa.ArrowInvalid:  # the streaming format, which has no footer
+            batches = iter(pa.ipc.open_stream(source))
+        for batch in batches:
+            yield from map(without_nulls, batch.to_pylist())
+
+
+def without_nulls(value: Any) -> Any:
+    """`value` without the struct keys that are null: Arrow gives every struct the keys of all rows.
+
+    >>> without_nulls({"role": "user", "tool_calls": None, "parts": [{"text": "hi", "url": None}]})
+    {'role': 'user', 'parts': [{'text': 'hi'}]}
+    """
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
