@@ -314,14 +314,14 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
     return build(Config, tree, FOREIGN_NAMES)
 
 
-def config_from_command_line(usage: str, arguments: Sequence[str] | None = None) -> Config:
+def config_from_command_line(usage: str | None, arguments: Sequence[str] | None = None) -> Config:
     """load_config for a script: prints help or the problems and exits (0 or 2) instead of raising.
 
-    usage: the script's own words, printed above the list of keys.
+    usage: the script's docstring, printed above the list of keys.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if "--help" in arguments or "-h" in arguments:
-        print(f"{usage.strip()}\n{help_text(Config)}", end="")
+        print(f"{(usage or '').strip()}\n{help_text(Config)}", end="")
         raise SystemExit(0)
     try:
         return load_config(arguments)

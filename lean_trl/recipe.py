@@ -60,6 +60,15 @@ _Loader.add_constructor(
 )
 
 
+def _write_text(dumper: yaml.Dumper, text: str) -> yaml.Node:
+    # PyYAML writes U+0085 and its like as a line break, except between double quotes.
+    style = None if text.isprintable() else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _write_text)
+
+
 def _place(node: yaml.Node) -> str:
     return f"{node.start_mark.name}, line {node.start_mark.line + 1}"
 
@@ -70,16 +79,14 @@ def parse_yaml(text: str, name: str = "<text>") -> Any:
     >>> parse_yaml("{a: 1e-5, b: no, c: [1, true, null]}")
     {'a': 1e-05, 'b': 'no', 'c': [1, True, None]}
     """
-    loader = _Loader(text)
-    loader.name = name
     try:
+        loader = _Loader(text)
+        loader.name = name
         return loader.get_single_data()
     except SettingsError:
         raise
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise SettingsError(f"{name} is not valid YAML: {error}") from error
-    finally:
-        loader.dispose()
 
 
 def to_yaml(tree: Mapping[str, Any]) -> str:

@@ -237,15 +237,15 @@ def _suggestion(root: type, path: str, foreign: Mapping[str, str]) -> str:
     if name in foreign:
         ours = foreign[name]
         return f"that setting is {ours} here" if ours in known else ours
-    section = ".".join(sections)
-    beside = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
+    above = "".join(f"{section}." for section in sections)
+    below = [key.removeprefix(above) for key in known if key.startswith(above)]
+    beside = {rest.partition(".")[0]: above + rest.partition(".")[0] for rest in below}
     anywhere = {key.rpartition(".")[2]: key for key in known}
     for names in (beside, anywhere):
         nearest = difflib.get_close_matches(name, names, n=1)
         if nearest:
             return f"did you mean {names[nearest[0]]}?"
-    tops = {key.partition(".")[0]: None for key in known}
-    return f"known in {section}: {', '.join(beside)}" if beside else f"known: {', '.join(tops)}"
+    return f"known in {above[:-1] or 'a recipe'}: {', '.join(beside)}"
 
 
 def help_text(root: type) -> str:

@@ -1,0 +1,48 @@
+"""What importing costs, over importing torch alone; and how long `scripts/train.py --help` takes.
+
+    python benchmarks/imports.py
+
+Each number is the median of fresh interpreters, start of Python included; statements take turns,
+so that a busy machine slows them all alike.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+STATEMENTS = ("import torch", "import lean_trl", "import lean_trl.losses", "import lean_trl.ops")
+REPEATS = 7
+
+
+def seconds(statement: str, repeats: int = REPEATS) -> float:
+    """Median wall time of a fresh interpreter that runs the statement."""
+    return statistics.median(_once([sys.executable, "-c", statement]) for _ in range(repeats))
+
+
+def _once(command: list[str]) -> float:
+    start = time.perf_counter()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    commands = {text: [sys.executable, "-c", text] for text in STATEMENTS}
+    commands["scripts/train.py --help"] = [sys.executable, str(ROOT / "scripts/train.py"), "--help"]
+    for command in commands.values():  # the first run reads the disk
+        _once(command)
+    runs = [{name: _once(command) for name, command in commands.items()} for _ in range(REPEATS)]
+    print(f"python {platform.python_version()}, {platform.machine()}, median of {REPEATS}")
+    base = statistics.median(run["import torch"] for run in runs)
+    for name in commands:
+        taken = statistics.median(run[name] for run in runs)
+        print(f"{name:28} {taken:6.2f} s   {taken / base:5.2f}x import torch")
+
+
+if __name__ == "__main__":
+    main()
