@@ -32,8 +32,15 @@ IGNORE_INDEX = -100
 
 # What a loss term may be divided by; counted over the whole window and all ranks before the first
 # forward.
-Unit = Literal["tokens", "processed", "sequences", "pairs", "groups"]
-UNITS: tuple[str, ...] = ("tokens", "processed", "sequences", "pairs", "groups")
+Unit = Literal["tokens", "processed", "sequences", "pairs", "groups", "chosen_tokens"]
+UNITS: tuple[str, ...] = (
+    "tokens",  # scored
+    "processed",  # real, scored or not
+    "sequences",
+    "pairs",
+    "groups",
+    "chosen_tokens",  # scored tokens of the chosen completions; 0 without pairs
+)
 Totals = Mapping[str, int]
 
 
@@ -175,6 +182,7 @@ class Batch:
             self.num_sequences,
             self.num_pairs,
             self.num_groups,
+            sum(self.units[0::2]) if self.num_pairs else 0,
         )
         return dict(zip(UNITS, counts, strict=True))
 
