@@ -15,13 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
+from lean_trl import builtin
 from lean_trl.config import Config, save_config
 from lean_trl.data.feed import Feed, open_feeds
+from lean_trl.data.hub import resolve_model
 from lean_trl.data.tokenizer import Tokenizer, load_tokenizer
-from lean_trl.model.loader import load_model, save_model
+from lean_trl.model.config import read_config
+from lean_trl.model.decoder import CausalLM
+from lean_trl.model.loader import load_model, new_model, save_model
+from lean_trl.model.safetensors_io import read_json
 from lean_trl.techniques.apply import apply_techniques
 from lean_trl.train.distributed import World, join_world
 from lean_trl.train.evaluate import evaluate
@@ -42,7 +46,7 @@ class Run:
     config: Config
     world: World
     tokenizer: Tokenizer
-    model: nn.Module
+    model: CausalLM
     method: Method
     optimizer: Optimizer
     around: Callable[[], AbstractContextManager]
@@ -88,12 +92,7 @@ def set_up(config: Config, world: World) -> Run:
     )
     if world.is_main:
         print(report, flush=True)
-    model = load_model(
-        config.model.path,
-        dtype=config.model.dtype,
-        device=str(world.device),
-        attention=config.model.attention,
-    )
+    model = open_model(config, world.device)
     around = apply_techniques(model, config)
     file = MetricsLog(folder / "metrics.jsonl") if world.is_main else None
     progress = Progress(train_feed.steps, enabled=world.is_main and config.logging.progress)
@@ -109,6 +108,23 @@ def set_up(config: Config, world: World) -> Run:
         eval_feed=eval_feed,
         log=StepLog(file, progress, config.logging.every, world.device),
     )
+
+
+def open_model(config: Config, device: torch.device) -> CausalLM:
+    """The model of the settings: a folder's or hub id's weights, or the built-in one from the seed."""
+    settings = config.model
+    dtype = settings.dtype
+    if settings.path is None:
+        raw = read_json(builtin.model_folder() / "config.json")
+        return new_model(raw, config.seed, dtype=dtype, device=device, attention=settings.attention)
+    folder = resolve_model(settings.path, settings.revision)
+    dropout = read_config(read_json(folder / "config.json")).attention_dropout
+    if dropout and not config.loss.disable_dropout:
+        raise ValueError(
+            f"{settings.path} asks for attention_dropout {dropout}, which is not supported: "
+            "set loss.disable_dropout true to train without it"
+        )
+    return load_model(folder, dtype=dtype, device=device, attention=settings.attention)
 
 
 def fit(run: Run) -> None:

@@ -14,8 +14,8 @@ from .golden import check_against_record, lines, recorded_config
 
 RECORDED = {
     "sft/text": ("text", {"data": {"max_length": 128}}),
-    "sft/prompt_completion": ("prompt_completion", {}),
-    "sft/messages": ("messages", {}),
+    "sft/prompt_completion": ("prompt_completion", {"data": {"max_length": 128}}),
+    "sft/messages": ("messages", {"data": {"max_length": 128}}),
     "sft/text_dft": ("text", {"loss": {"loss_type": "dft"}, "data": {"max_length": 128}}),
     "sft/text_short": ("text", {"data": {"max_length": 32}}),
 }
@@ -43,7 +43,8 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_same_window_in_another_shape(shape, tmp_path):
-    train(recorded_config(tmp_path, "prompt_completion", train=SHAPES[shape]))
+    changes = {"data": {"max_length": 128}, "train": SHAPES[shape]}
+    train(recorded_config(tmp_path, "prompt_completion", **changes))
     check_against_record(lines(tmp_path), "sft/prompt_completion")
 
 
