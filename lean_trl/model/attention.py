@@ -93,7 +93,7 @@ class Attention(nn.Module):
         self.kind = config.layers[layer]
         self.scale = config.attention_scale
         self.softcap = config.attention_softcap
-        self.interleaved = family.rope_pairs == "interleaved"
+        self.interleaved = config.interleaved
         self.norm_all_heads = family.qk_norm == "all"
 
         bias, width = config.attention_bias, config.hidden_size

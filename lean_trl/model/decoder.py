@@ -10,6 +10,7 @@ Dimension letters: T tokens, U scored tokens, D model, V vocab, E experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,36 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lean_trl.model.attention import Attention, Context, PackedContext
+from lean_trl.model.attention_latent import LatentAttention
 from lean_trl.model.config import ModelConfig
-from lean_trl.model.modules import Embedding, RMSNorm, grad_buffer, linear
+from lean_trl.model.modules import MLP, Embedding, RMSNorm, grad_buffer
+from lean_trl.model.moe import Routing, SparseMLP
 from lean_trl.model.rope import RotaryEmbedding
-from lean_trl.ops.layers import swiglu
 from lean_trl.ops.linear_logprobs import linear_logprobs
 from lean_trl.types import Batch, Scores
 
-
-class MLP(nn.Module):
-    """down(act(gate(x)) * up(x)) (Shazeer 2020)."""
-
-    def __init__(self, config: ModelConfig, size: int | None = None, **factory: Any) -> None:
-        super().__init__()
-        size = size or config.intermediate_size
-        width, bias = config.hidden_size, config.mlp_bias
-        self.fused = config.family.fused_gate_up
-        self.activation = config.activation
-        if self.fused:
-            self.gate_up_proj = linear(width, 2 * size, bias, **factory)
-        else:
-            self.gate_proj = linear(width, size, bias, **factory)
-            self.up_proj = linear(width, size, bias, **factory)
-        self.down_proj = linear(size, width, bias, **factory)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fused:
-            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        else:
-            gate, up = self.gate_proj(x), self.up_proj(x)
-        return self.down_proj(swiglu(gate, up, activation=self.activation))
+ATTENTION = {"grouped": Attention, "latent": LatentAttention}
 
 
 class Block(nn.Module):
@@ -58,8 +38,14 @@ class Block(nn.Module):
         super().__init__()
         self.norms = config.family.norms
         self.residual_scale = config.residual_scale
-        self.self_attn = Attention(config, layer, **factory)
-        self.mlp = MLP(config, **factory)
+        self.self_attn = ATTENTION[config.family.attention](config, layer, **factory)
+        self.sparse = config.layers[layer].sparse
+        self.mlp: nn.Module
+        if self.sparse:
+            assert config.moe is not None
+            self.mlp = SparseMLP(config, config.moe, **factory)
+        else:
+            self.mlp = MLP(config, config.intermediate_size, **factory)
         for name in self.norms:
             if name is not None:
                 self.add_module(
@@ -69,9 +55,16 @@ class Block(nn.Module):
                     ),
                 )
 
-    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+    def forward(self, x: Tensor, ctx: Context) -> tuple[Tensor, Routing | None]:
+        """x [T, D] -> ([T, D], what the layer's router did)."""
+        routing = None
         x = self._add(x, self._norm(1, self.self_attn(self._norm(0, x), ctx)))
-        return self._add(x, self._norm(3, self.mlp(self._norm(2, x))))
+        h = self._norm(2, x)
+        if self.sparse:
+            h, routing = self.mlp(h, ctx.real)
+        else:
+            h = self.mlp(h)
+        return self._add(x, self._norm(3, h)), routing
 
     def _norm(self, place: int, x: Tensor) -> Tensor:
         name = self.norms[place]
@@ -96,15 +89,19 @@ class Body(nn.Module):
         )
         self.rotary_emb = RotaryEmbedding(config.ropes)
 
-    def forward(self, ids: Tensor, ctx: Context) -> Tensor:
+    def forward(self, ids: Tensor, ctx: Context) -> tuple[Tensor, Routing | None]:
+        """ids [T] -> (hidden states after the last norm [T, D], the routers' sum)."""
         x = self.embed_tokens(ids)
         if self.embedding_scale != 1.0:
             # Rounded to the model's dtype, as it was when the family was trained; new_full waits
             # for nothing.
             x = x * x.new_full((), self.embedding_scale)
+        total: Routing | None = None
         for block in self.layers:
-            x = block(x, ctx)
-        return self.norm(x)
+            x, routing = block(x, ctx)
+            if routing is not None:
+                total = routing if total is None else Routing(*map(torch.add, total, routing))
+        return self.norm(x), total
 
 
 class HeadSettings(NamedTuple):
@@ -150,7 +147,18 @@ class CausalLM(nn.Module):
     def forward(
         self, batch: Batch, want: Sequence[str] = (), *, temperature: float | Tensor = 1.0
     ) -> Scores:
-        hidden = self.hidden(batch)
+        hidden, routing = self._run(batch)
+        scores = self._score(hidden, batch, want, temperature)
+        if routing is None:
+            return scores
+        num_sparse = sum(layer.sparse for layer in self.config.layers)
+        return replace(
+            scores, router_probs=routing.probs / num_sparse, expert_counts=routing.counts
+        )
+
+    def _score(
+        self, hidden: Tensor, batch: Batch, want: Sequence[str], temperature: float | Tensor
+    ) -> Scores:
         if self.lm_head is not None:
             return self.lm_head(hidden, batch, want, temperature)
         # The tied head runs here, inside the root's forward: outside of it the weight may be
@@ -160,13 +168,16 @@ class CausalLM(nn.Module):
 
     def hidden(self, batch: Batch) -> Tensor:
         """Hidden states after the final norm, [T, D] in the model's dtype."""
+        return self._run(batch)[0]
+
+    def _run(self, batch: Batch) -> tuple[Tensor, Routing | None]:
         ctx = PackedContext(
             cu_seqlens=batch.cu_seqlens,
             max_seqlen=batch.max_seqlen,
             end=batch.end,
             positions=batch.positions,
             rope=self.model.rotary_emb(batch.positions, batch.cu_seqlens),
-            real=None,
+            real=real_tokens(batch) if self.config.moe is not None else None,
             backend=self.attention,
         )
         return self.model(batch.input_ids, ctx)
@@ -176,9 +187,32 @@ class CausalLM(nn.Module):
         does.
         """
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        logits = F.linear(hidden, head.weight).float() * self.config.logits_scale
+        logits = F.linear(hidden, head.weight)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits * self.config.logits_scale
         cap = self.config.logits_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def real_tokens(batch: Batch) -> Tensor | None:
+    """bool [T]: True for what is not padding; None when nothing is.
+
+    Padding stands at the end of a tree, behind the last token of its last sequence, or is a tree
+    without a sequence.
+    """
+    if batch.num_real_tokens == batch.num_tokens:
+        return None
+    last = batch.last.to(batch.cu_seqlens.dtype)
+    num_trees = batch.cu_seqlens.shape[0] - 1
+    tree_of_last = torch.searchsorted(batch.cu_seqlens, last, right=True) - 1
+    reach = last.new_full((num_trees,), -1).scatter_reduce(0, tree_of_last, last, "amax")
+    row = torch.arange(batch.num_tokens, device=last.device)
+    tree = torch.repeat_interleave(
+        torch.arange(num_trees, device=last.device),
+        batch.cu_seqlens.diff().long(),
+        output_size=batch.num_tokens,
+    )
+    return row <= reach[tree]
 
 
 def score(

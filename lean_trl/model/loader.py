@@ -18,6 +18,7 @@ from torch import Tensor
 from lean_trl.model.config import ModelConfig, read_config
 from lean_trl.model.decoder import CausalLM
 from lean_trl.model.families import Json
+from lean_trl.model.mxfp4 import Mxfp4, unpack_names
 from lean_trl.model.names import Piece, pieces
 from lean_trl.model.safetensors_io import (
     Stored,
@@ -33,9 +34,10 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
+Source = Stored | Mxfp4
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Written by old versions of transformers; made from config.json here.
-IGNORED = (re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),)
+IGNORED = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 MAX_SHARD_BYTES = 5_000_000_000
 
 
@@ -56,7 +58,7 @@ def load_model(
     """
     folder = Path(path)
     config = read_config(read_json(folder / "config.json"))
-    stored = read_folder(folder)
+    stored = _stored(folder, config)
     if config.num_layers > len(stored):
         raise ValueError(
             f"{folder}: config.json has {config.num_layers} layers for {len(stored)} tensors"
@@ -147,6 +149,19 @@ def _finish(model: CausalLM, weights: dict[str, Tensor], device: str | torch.dev
     return model
 
 
+def _stored(folder: Path, config: ModelConfig) -> dict[str, Source]:
+    quantization = config.raw.get("quantization_config")
+    if quantization is None:
+        return dict(read_folder(folder))
+    method = quantization.get("quant_method")
+    if method != "mxfp4":
+        raise ValueError(
+            f"{folder} is quantised ({method}); of quantised checkpoints only mxfp4 is read: use "
+            "the one with 16 or 32 bits"
+        )
+    return unpack_names(read_folder(folder))
+
+
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
@@ -155,7 +170,7 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def _plan(model: CausalLM, stored: dict[str, Stored], folder: Path) -> dict[str, list[Piece]]:
+def _plan(model: CausalLM, stored: dict[str, Source], folder: Path) -> dict[str, list[Piece]]:
     """Which stored tensors fill which weight. ValueError unless names and shapes fit one to one."""
     config = model.config
     expected = model.state_dict()  # meta tensors: names, shapes, no memory
@@ -165,10 +180,12 @@ def _plan(model: CausalLM, stored: dict[str, Stored], folder: Path) -> dict[str,
     }
     wanted = {piece.name for group in plan.values() for piece in group}
     missing = [name for name in wanted if name not in stored]
+    ignored = [p.replace("{num_layers}", str(config.num_layers)) for p in config.family.ignored]
+    ignored += IGNORED
     extra = [
         name
         for name in stored
-        if name not in wanted and not any(p.fullmatch(name) for p in IGNORED)
+        if name not in wanted and not any(re.fullmatch(p, name) for p in ignored)
     ]
     if config.tied and HEAD in extra:
         extra.remove(HEAD)
@@ -200,12 +217,17 @@ def _plan(model: CausalLM, stored: dict[str, Stored], folder: Path) -> dict[str,
     return plan
 
 
-def _check_tied(stored: dict[str, Stored], folder: Path) -> None:
+def _check_tied(stored: dict[str, Source], folder: Path) -> None:
     """config.json says tied, and the files have a head all the same: it must be the embedding."""
     head, embedding = stored[HEAD], stored.get(EMBEDDING)
-    same = embedding is not None and (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
-    if not same or not all(
-        torch.equal(a, b) for (_, a), (_, b) in zip(head.chunks(), embedding.chunks(), strict=True)
+    plain = isinstance(head, Stored) and isinstance(embedding, Stored)
+    if (
+        not plain
+        or (head.shape, head.dtype) != (embedding.shape, embedding.dtype)
+        or not all(
+            torch.equal(a, b)
+            for (_, a), (_, b) in zip(head.chunks(), embedding.chunks(), strict=True)
+        )
     ):
         raise ValueError(
             f"{folder}: config.json says tie_word_embeddings true, but {HEAD} differs from "
@@ -213,7 +235,7 @@ def _check_tied(stored: dict[str, Stored], folder: Path) -> None:
         )
 
 
-def _check_size(config: ModelConfig, stored: dict[str, Stored], folder: Path) -> None:
+def _check_size(config: ModelConfig, stored: dict[str, Source], folder: Path) -> None:
     """A config.json that asks for far more than the files hold must fail before anything is built
     from it.
     """
@@ -246,7 +268,7 @@ def _remove_weights(folder: Path) -> None:
 
 
 def _config_out(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    out = dict(config.raw)
+    out = {key: value for key, value in config.raw.items() if key != "quantization_config"}
     name = str(dtype).removeprefix("torch.")
     for key in ("torch_dtype", "dtype"):
         if key in out:

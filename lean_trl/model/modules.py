@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lean_trl.ops.layers import embedding, rms_norm
+from lean_trl.model.config import ModelConfig
+from lean_trl.ops.layers import embedding, rms_norm, swiglu
 
 
 def linear(size_in: int, size_out: int, bias: bool, **factory: Any) -> nn.Linear:
@@ -25,6 +26,29 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps, offset=self.offset)
+
+
+class MLP(nn.Module):
+    """down(act(gate(x)) * up(x)) (Shazeer 2020)."""
+
+    def __init__(self, config: ModelConfig, size: int, **factory: Any) -> None:
+        super().__init__()
+        width, bias = config.hidden_size, config.mlp_bias
+        self.fused = config.family.fused_gate_up
+        self.activation = config.activation
+        if self.fused:
+            self.gate_up_proj = linear(width, 2 * size, bias, **factory)
+        else:
+            self.gate_proj = linear(width, size, bias, **factory)
+            self.up_proj = linear(width, size, bias, **factory)
+        self.down_proj = linear(size, width, bias, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fused:
+            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        else:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(swiglu(gate, up, activation=self.activation))
 
 
 class Embedding(nn.Module):
@@ -50,5 +74,5 @@ def grad_buffer(weight: Tensor) -> Tensor | None:
     if not (weight.requires_grad and weight.is_leaf and torch.is_grad_enabled()):
         return None
     if weight.grad is None:
-        weight.grad = torch.zeros_like(weight)
+        weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype)  # fp32 for a sharded bf16
     return weight.grad

@@ -213,6 +213,18 @@ def attention_factor(rope: Rope) -> float:
     return yarn_mscale(factor)
 
 
+def score_factor(rope: Rope) -> float:
+    """What latent attention multiplies its scores with when the context is stretched.
+
+    Its cos and sin carry mscale / mscale_all_dim; the square of mscale_all_dim's part belongs to
+    all dimensions of a head, so it goes to the scores (DeepSeek-V3's released model).
+    """
+    all_dim = rope.settings.get("mscale_all_dim")
+    if rope.kind == "default" or not all_dim:
+        return 1.0
+    return yarn_mscale(rope.settings["factor"], all_dim) ** 2
+
+
 def read_ropes(config: Mapping[str, Any], head_dim: int, kinds: set[str]) -> dict[str, Rope]:
     """The ropes of a model by layer kind, from either spelling of config.json.
 
@@ -229,6 +241,9 @@ def read_ropes(config: Mapping[str, Any], head_dim: int, kinds: set[str]) -> dic
     """
     given = config.get("rope_parameters") or {}
     nested = any(isinstance(value, Mapping) for value in given.values())
+    scaling = config.get("rope_scaling") or {}
+    if not given and not scaling:
+        scaling = config.get("rope_default") or {}
     local_theta = config.get("rope_local_base_freq")
     ropes = {}
     for kind in sorted(kinds):
@@ -237,7 +252,7 @@ def read_ropes(config: Mapping[str, Any], head_dim: int, kinds: set[str]) -> dic
             # Stretching is for the layers that see far; local layers keep the plain kind.
             settings["rope_theta"] = local_theta
         else:
-            settings |= config.get("rope_scaling") or {}
+            settings |= scaling
         settings |= (given.get(kind) or {}) if nested else given
         ropes[kind] = _rope(config, settings, head_dim)
     return ropes
