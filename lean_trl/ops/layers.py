@@ -57,7 +57,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """dx = rstd (dy w - x rstd^2 mean(dy w x)), dw = sum over rows of dy x rstd."""
         x, weight, rstd = ctx.saved_tensors
-        size = x.shape[-1]
+        shape, size = x.shape, x.shape[-1]
         x, dy, rstd = x.reshape(-1, size), dy.reshape(-1, size).to(rstd.dtype), rstd.view(-1, 1)
         w = weight.to(rstd.dtype) + ctx.offset
         grad_x = grad_weight = None
@@ -68,7 +68,7 @@ class _RMSNorm(torch.autograd.Function):
             mean = torch.mv(product, w)[:, None].div_(size)
             grad_x = torch.mul(dy, w, out=product)
             grad_x.addcmul_(x.to(rstd.dtype), mean.mul_(rstd.square()), value=-1).mul_(rstd)
-            grad_x = grad_x.to(x.dtype).view(ctx.saved_tensors[0].shape)
+            grad_x = grad_x.to(x.dtype).view(shape)
         return grad_x, grad_weight, None, None
 
 
