@@ -110,6 +110,10 @@ EXTRAS: dict[str, Extra] = {
     "advantages": Extra("S", torch.float32, "advantage of the sequence"),
     "margin": Extra("P", torch.float32, "reward margin asked of the pair"),
     "label": Extra("S", torch.bool, "desirable (True) or undesirable completion, KTO"),
+    "kl": Extra("S", torch.float32, "KTO: KL estimate of the whole window, the same for all"),
+    "aot_ref_margin": Extra("P", torch.float32, "reference margin of the rank of the pair's"),
+    "aot_rejected": Extra("P", torch.float32, "rejected log-ratio of the rank of the chosen one"),
+    "aot_chosen": Extra("P", torch.float32, "chosen log-ratio of the rank of the rejected one"),
 }
 
 
@@ -151,6 +155,8 @@ class Batch:
     num_pairs: int = 0
     num_groups: int = 0
     sources: tuple[tuple[str, int], ...] = ()  # [S]; (file, row) of each sequence, for messages
+    # The same prompts with completions of other rows, for KTO's KL: scored, never trained on.
+    mismatched: Batch | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -192,6 +198,8 @@ class Batch:
         def move(value: Any) -> Any:
             if isinstance(value, Tensor):
                 return value.to(device, non_blocking=True)
+            if isinstance(value, Batch):
+                return value.to(device)
             if isinstance(value, dict):
                 return {name: move(item) for name, item in value.items()}
             if isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value):
@@ -299,19 +307,23 @@ class Method:
         tuple[str, ...] | Callable[[Any], tuple[str, ...]]
     ) = ()  # statistics beyond logprobs, see WANT
     reference: bool | Callable[[Any], bool] = False  # needs ref_logprobs in extras
-    # Losses that need a statistic of the whole window: (scores of each micro-batch under no_grad at
-    # the current weights, the micro-batches, group, loss settings) -> the micro-batches with the
-    # statistic in their extras. So the loss is the same however the window is cut.
-    window_statistics: Callable[..., list[Batch]] | None = None
+    # Losses that need a statistic of the whole window: loss settings -> None or, once bound,
+    # (score, micro-batches, group) -> the micro-batches with the statistic in their extras, where
+    # score(batch) gives Scores without gradients at the current weights. So the loss is the same
+    # however the window is cut. All ranks must score equally often.
+    window_statistics: Callable[..., Any] | None = None
     rollout: bool = False  # sequences come from an engine, not from files
+    check: Callable[[Any], None] | None = None  # raises ValueError for loss settings at odds
 
     def bind(self, loss: Any) -> Method:
         """The same method with the run's loss settings filled in."""
+        if self.check:
+            self.check(loss)
         statistics = self.window_statistics
         return replace(
             self,
             objective=partial(self.objective, loss=loss),
             want=self.want(loss) if callable(self.want) else self.want,
             reference=self.reference(loss) if callable(self.reference) else self.reference,
-            window_statistics=partial(statistics, loss=loss) if statistics else None,
+            window_statistics=statistics(loss) if statistics else None,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -38,8 +39,8 @@ def evaluate(
             totals[unit] = totals.get(unit, 0) + count
         batches = [batch.to(device) for batch in window.batches]
         if method.window_statistics is not None:
-            scores = [model(batch, method.want) for batch in batches]
-            batches = method.window_statistics(scores, batches, group)
+            score = partial(model, want=method.want)
+            batches = method.window_statistics(score, batches, group)
         for batch in batches:
             objective = method.objective(model(batch, method.want), batch)
             meter.add(objective.metrics)

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lean_trl.train.distributed import sum_gradients
 from lean_trl.train.metrics import Meter
-from lean_trl.types import UNITS, Batch, LossTerms, Method, Metric, StepReport, Totals
+from lean_trl.types import UNITS, Batch, LossTerms, Method, Metric, Scores, StepReport, Totals
 
 
 def train_step(
@@ -121,11 +121,12 @@ def _with_statistics(
     group: dist.ProcessGroup | None,
     meter: Meter,
 ) -> list[Batch]:
-    """Score the window once without gradients; the method writes what it needs into extras."""
+    """Let the method score what it likes without gradients and write statistics into extras."""
     assert method.window_statistics is not None
+
+    def score(batch: Batch) -> Scores:
+        meter.add_host("extra_forward_tokens", batch.num_real_tokens, how="sum")
+        return model(batch, method.want)
+
     with torch.no_grad():
-        scores = [model(batch, method.want) for batch in batches]
-        meter.add_host(
-            "extra_forward_tokens", sum(batch.num_real_tokens for batch in batches), how="sum"
-        )
-        return method.window_statistics(scores, batches, group)
+        return method.window_statistics(score, batches, group)

@@ -98,12 +98,13 @@ def test_window_statistics_are_computed_once_over_the_window():
             (Term(-scores.logprobs - shift, None, "tokens"),), {"shift": Metric(shift)}
         )
 
-    def mean_logprob(scores, batches, group, loss):
-        mean = torch.cat([s.logprobs for s in scores]).mean()
+    def mean_logprob(score, batches, group):
+        mean = torch.cat([score(batch).logprobs for batch in batches]).mean()
         assert not mean.requires_grad
         return [b.with_extras(advantages=mean.expand(b.num_units)) for b in batches]
 
-    method = Method("m", "tokens", "sft", objective, window_statistics=mean_logprob).bind(None)
+    statistics = {"window_statistics": lambda loss: mean_logprob}
+    method = Method("m", "tokens", "sft", objective, **statistics).bind(None)
     window = [rows([1, 2]), rows([3])]
     model = Table([0.0, 1.0, 2.0, 6.0])
     report = train_step(
