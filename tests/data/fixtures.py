@@ -1,7 +1,8 @@
 """A tokenizer small enough to work out by hand, and the folder that holds it.
 
-ids: 0 <pad> 1 <bos> 2 <eos> 3 <|u|> 4 <|a|> 5 <|end|> 6 <unk>, 7-32 a..z, 33 space, 34-43 0..9, 44 newline,
-45 he, 46 llo, 47 hello, 48 lo. "hello" always encodes to 47, though 45 46 decodes to the same text.
+ids: 0 <pad> 1 <bos> 2 <eos> 3 <|u|> 4 <|a|> 5 <|end|> 6 <unk>, 7-32 a..z, 33 space, 34-43 0..9, 44
+newline, 45 he, 46 llo, 47 hello, 48 lo. "hello" always encodes to 47, though 45 46 decodes to the
+same text.
 """
 
 from __future__ import annotations
@@ -18,22 +19,33 @@ CHARACTERS = (*string.ascii_lowercase, " ", *string.digits, "\n")
 
 # No marks of what the assistant writes; CT of the hand-worked cases.
 PLAIN_TEMPLATE = (
-    "{% for m in messages %}{{ '<|a|>' if m.role == 'assistant' else '<|u|>' }}{{ m.content }}{{ '<|end|>' }}"
+    "{% for m in messages %}{{ '<|a|>' if m.role == 'assistant' else '<|u|>' }}{{ m.content }}{{ "
+    "'<|end|>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|a|>' }}{% endif %}"
 )
 
 
 def last_answer_template(generation_prompt: str) -> str:
-    """Writes `0 0 ` before the last assistant content, but promises something else: imitates reasoning templates."""
+    """Writes `0 0 ` before the last assistant content, but promises something else:
+
+    imitates reasoning templates.
+    """
     return (
         "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|a|>' }}"
-        "{% if loop.last %}{{ '0 0 ' }}{% endif %}{% else %}{{ '<|u|>' }}{% endif %}{{ m.content }}{{ '<|end|>' }}"
-        "{% endfor %}{% if add_generation_prompt %}{{ '<|a|>" + generation_prompt + "' }}{% endif %}"
+        "{% if loop.last %}{{ '0 0 ' }}{% endif %}{% else %}{{ '<|u|>' }}{% endif %}{{ m.content "
+        "}}{{ '<|end|>' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|a|>"
+        + generation_prompt
+        + "' }}{% endif %}"
     )
 
 
 def write_tokenizer(
-    folder: Path, *, template: str | None = PLAIN_TEMPLATE, adds_bos: bool = False, pad: str = "<pad>"
+    folder: Path,
+    *,
+    template: str | None = PLAIN_TEMPLATE,
+    adds_bos: bool = False,
+    pad: str = "<pad>",
 ) -> Path:
     """Write the tokenizer's files; adds_bos: its post-processor puts <bos> first."""
     vocab = {token: index for index, token in enumerate((*SPECIAL, "<unk>", *CHARACTERS))}
@@ -43,7 +55,9 @@ def write_tokenizer(
     backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[a-z]+|[^a-z]"), "isolated")
     backend.decoder = Fuse()
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL]
+    )
     if adds_bos:
         backend.post_processor = processors.TemplateProcessing(
             single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", 1)]
