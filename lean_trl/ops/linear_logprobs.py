@@ -128,7 +128,7 @@ def _scores(stats: Stats, head: Head, ignored: Tensor | None) -> Scores:
         if values is None:
             return None
         if head.index is not None:
-            values = values[head.index]
+            values = values.index_select(0, head.index)  # its backward pass adds in a fixed order
         return values if ignored is None else values.masked_fill(ignored, 0)
 
     logprobs = stats.logprobs

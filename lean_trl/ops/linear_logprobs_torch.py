@@ -107,7 +107,7 @@ class _LinearLogprobs(torch.autograd.Function):
             for r in tiles.rows:
                 da = logits_grad.tile(r, v, w)
                 if grad_bias is not None:
-                    grad_bias[v].addmv_(da.t(), tiles.slope_column[r])
+                    grad_bias[v].addmv_(da.t(), tiles.slope_column[r, 0])
                 da = da.to(tiles.x.dtype)
                 if grad_x is not None:
                     _addmm(grad_x[r], da, w)
@@ -132,7 +132,8 @@ class _Tiles:
         # A GPU multiplies low precision into fp32; a CPU would round the logits, so it casts first.
         compute = hidden.dtype if hidden.is_cuda else self.dtype
         x = hidden if head.distinct is None else hidden.index_select(0, head.distinct)
-        if isinstance(head.slope, Tensor) or head.slope != 1:
+        self.sloped = isinstance(head.slope, Tensor) or head.slope != 1
+        if self.sloped:
             x = x.to(self.dtype) * head.slope
         self.x = x.to(compute)  # [Q, D]; the slope is folded in: tiles need no pass for it
 
@@ -144,10 +145,7 @@ class _Tiles:
         self.columns = _slices(vocab, _even(vocab, max(1, room // height)))
         width = self.columns[0].stop
         self._buffers = self.x.new_empty(buffers, height * width, dtype=self.dtype)
-        self.slope_column = self.x.new_ones(num_rows, dtype=self.dtype)
-        if bias is not None:
-            slope = head.slope
-            self.slope_column *= slope[:, 0] if isinstance(slope, Tensor) else slope
+        self.slope_column = self.x.new_ones(num_rows, 1, dtype=self.dtype) * head.slope
 
     def vocabulary(self) -> Iterator[tuple[slice, Tensor]]:
         """(slice, its rows of the weight in the dtype of x)."""
@@ -164,7 +162,7 @@ class _Tiles:
         out = self._buffers[0, : shape[0] * shape[1]].view(shape)
         _mm(out, self.x[r], w.t())
         if self.bias is not None:
-            out.addcmul_(self.slope_column[r, None], self.bias[v].to(self.dtype))
+            out.addcmul_(self.slope_column[r], self.bias[v].to(self.dtype))
         return out
 
     def locate(self, r: slice, v: slice) -> tuple[slice, Tensor, Tensor]:
@@ -184,7 +182,7 @@ class _Tiles:
 
     def grad_hidden(self, grad_x: Tensor, hidden: Tensor) -> Tensor:
         """The gradient of hidden [N, D] from that of x [Q, D]."""
-        if isinstance(self.head.slope, Tensor) or self.head.slope != 1:
+        if self.sloped:
             grad_x.mul_(self.head.slope)
         grad_x = grad_x.to(hidden.dtype)
         if self.head.distinct is None:
