@@ -2,14 +2,13 @@
 
     python benchmarks/imports.py
 
-Each number is the median of fresh interpreters, start of Python included; statements take turns,
-so that a busy machine slows them all alike.
+Each number is the least of several fresh interpreters, start of Python included: other work on the
+machine only ever adds. Statements take turns, so that it disturbs them all alike.
 """
 
 from __future__ import annotations
 
 import platform
-import statistics
 import subprocess
 import sys
 import time
@@ -17,12 +16,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 STATEMENTS = ("import torch", "import lean_trl", "import lean_trl.losses", "import lean_trl.ops")
-REPEATS = 7
+REPEATS = 9
 
 
 def seconds(statement: str, repeats: int = REPEATS) -> float:
-    """Median wall time of a fresh interpreter that runs the statement."""
-    return statistics.median(_once([sys.executable, "-c", statement]) for _ in range(repeats))
+    """Least wall time of a fresh interpreter that runs the statement."""
+    return min(_once([sys.executable, "-c", statement]) for _ in range(repeats))
 
 
 def _once(command: list[str]) -> float:
@@ -37,10 +36,10 @@ def main() -> None:
     for command in commands.values():  # the first run reads the disk
         _once(command)
     runs = [{name: _once(command) for name, command in commands.items()} for _ in range(REPEATS)]
-    print(f"python {platform.python_version()}, {platform.machine()}, median of {REPEATS}")
-    base = statistics.median(run["import torch"] for run in runs)
+    print(f"python {platform.python_version()}, {platform.machine()}, least of {REPEATS}")
+    base = min(run["import torch"] for run in runs)
     for name in commands:
-        taken = statistics.median(run[name] for run in runs)
+        taken = min(run[name] for run in runs)
         print(f"{name:28} {taken:6.2f} s   {taken / base:5.2f}x import torch")
 
 
