@@ -15,14 +15,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lean_trl.ops import attention_math, attention_sdpa
 from lean_trl.ops.attention_base import Backend, Call, statistics_dtype
+from lean_trl.ops.attention_math import MATH
+from lean_trl.ops.attention_sdpa import SDPA
 
 # In order of preference: "auto" takes the first that supports the call.
-BACKENDS: dict[str, Backend] = {
-    "sdpa": Backend(attention_sdpa.forward, attention_sdpa.backward, attention_sdpa.supports),
-    "math": Backend(attention_math.forward, attention_math.backward, attention_math.supports),
-}
+BACKENDS: dict[str, Backend] = {"sdpa": SDPA, "math": MATH}
 
 
 def varlen_attention(
@@ -155,15 +153,15 @@ _TAIL = (
     mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor v, {_TAIL}) -> (Tensor out, Tensor lse)",
 )
-def _forward_op(
-    q, k, v, cu_seqlens, end, positions, sinks, max_seqlen, causal, window, softcap, scale, backend
-):
-    call = Call(cu_seqlens, end, positions, sinks, max_seqlen, causal, window, softcap, scale)
-    return BACKENDS[backend].forward(q, k, v, call)
+def _forward_op(q, k, v, *tail):
+    *fields, name = tail
+    if len(q) == 0:
+        return _forward_shapes(q, k, v)
+    return BACKENDS[name].forward(q, k, v, Call(*fields))
 
 
 @_forward_op.register_fake
-def _(q, k, v, cu_seqlens, *_):
+def _forward_shapes(q, k, v, *_):
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=statistics_dtype(q.dtype))
     return q.new_empty(q.shape), lse
 
@@ -176,31 +174,21 @@ def _(q, k, v, cu_seqlens, *_):
         "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_sinks)"
     ),
 )
-def _backward_op(
-    grad_out,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    cu_seqlens,
-    end,
-    positions,
-    sinks,
-    max_seqlen,
-    causal,
-    window,
-    softcap,
-    scale,
-    backend,
-):
-    call = Call(cu_seqlens, end, positions, sinks, max_seqlen, causal, window, softcap, scale)
-    *grads, grad_sinks = BACKENDS[backend].backward(grad_out, q, k, v, out, lse, call)
+def _backward_op(grad_out, q, k, v, out, lse, *tail):
+    *fields, name = tail
+    call = Call(*fields)
+    if len(q) == 0:
+        *grads, grad_sinks = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), None
+        if call.sinks is not None:
+            grad_sinks = torch.zeros_like(call.sinks)
+    else:
+        *grads, grad_sinks = BACKENDS[name].backward(grad_out, q, k, v, out, lse, call)
+    # An op returns tensors only: an empty one stands for "no sinks".
     return *grads, q.new_empty(0) if grad_sinks is None else grad_sinks
 
 
 @_backward_op.register_fake
-def _(grad_out, q, k, v, out, lse, cu_seqlens, end, positions, sinks, *_):
+def _backward_shapes(grad_out, q, k, v, out, lse, cu_seqlens, end, positions, sinks, *_):
     grad_sinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), grad_sinks
 
