@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from lean_trl.loss_config import LossConfig, loss_contradictions
 from lean_trl.recipe import SettingsError, read_recipe, to_yaml, with_overrides
 from lean_trl.settings import (
     Count,
@@ -38,7 +39,6 @@ LEARNING_RATES = {
     "reward": 1e-4,
     "online_dpo": 5e-7,
 }
-LOSS_TYPES = {"sft": ("nll", "dft")}  # the first is the default
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,9 @@ class ModelConfig:
     )
     chat_template: str | None = setting(
         None, "a Jinja file that replaces the tokenizer's chat template"
+    )
+    ref_path: str | None = setting(
+        None, "folder or hub id of the frozen reference; null: the model that training starts from"
     )
 
 
@@ -71,16 +74,6 @@ class DataConfig:
     shuffle: bool = setting(True, "a new order of the rows each epoch, from the seed")
     padding_free: bool = setting(
         True, "false pads each micro-batch to its longest row: only to measure what that costs"
-    )
-
-
-@dataclass(frozen=True)
-class LossConfig:
-    loss_type: str = setting(
-        None, "sft: nll, dft", per_method={m: t[0] for m, t in LOSS_TYPES.items()}
-    )
-    disable_dropout: bool = setting(
-        True, "run a model whose config asks for dropout without it; false refuses it"
     )
 
 
@@ -129,11 +122,24 @@ class TrainConfig:
 @dataclass(frozen=True)
 class MemoryConfig:
     activation_checkpointing: bool = setting(True, "recompute each block in the backward")
+    cpu_offload: bool = setting(
+        False, "keep parameters, gradients and optimizer state in CPU memory; the update runs there"
+    )
 
 
 @dataclass(frozen=True)
 class DistributedConfig:
-    sharding: Literal["none"] = setting("none", "none: every rank holds a replica")
+    sharding: Literal["none", "fsdp", "hsdp"] | None = setting(
+        None,
+        "none: replicas; fsdp: cut over all ranks; hsdp: cut replicas; null: fsdp when world > 1",
+    )
+    replicas: Count | None = setting(None, "hsdp: how many copies; null: one a host")
+    reshard_after_forward: bool = setting(
+        True, "free a block's gathered weights after its forward and gather them again in backward"
+    )
+    reduce_dtype: Literal["float32", "bfloat16"] | None = setting(
+        None, "what gradients are summed over ranks in; null: train.param_dtype"
+    )
     timeout_s: Positive = setting(600.0, "seconds that a collective may wait for the other ranks")
 
 
@@ -158,7 +164,7 @@ class Config:
     2e-05
     """
 
-    method: Literal["sft"] = setting("sft", "what to train")
+    method: Literal["sft", "dpo", "reward", "kto"] = setting("sft", "what to train")
     output_dir: str = setting("outputs", "metrics.jsonl, config.yaml and model/ are written here")
     seed: Index = setting(0, "of the data order and of new weights")
     eval_only: bool = setting(False, "evaluate, train nothing")
@@ -183,22 +189,16 @@ class Config:
 def _contradictions(config: Config) -> Iterator[str]:
     """What is wrong across keys, each with its way out."""
     model, data, train = config.model, config.data, config.train
-    known_losses = LOSS_TYPES[config.method]
-    if config.loss.loss_type not in known_losses:
-        yield (
-            f"loss.loss_type: got {config.loss.loss_type!r}, "
-            f"expected one of {', '.join(known_losses)} for method {config.method}"
-        )
+    yield from loss_contradictions(config.loss, config.method)
+    if model.ref_path and config.method in ("sft", "reward"):
+        yield f"model.ref_path has no effect on method {config.method}: leave it out"
     if train.param_dtype == "bfloat16":
         yield (
             "train.param_dtype: bfloat16 loses updates smaller than 2^-9 of a weight, and no "
             "optimizer here corrects for that: set float32"
         )
-    elif model.dtype != train.param_dtype:
-        yield (
-            f"model.dtype {model.dtype} differs from train.param_dtype {train.param_dtype}: "
-            f"computing in another type than the weights' own is not supported, set both to float32"
-        )
+    if config.distributed.replicas and config.distributed.sharding != "hsdp":
+        yield "distributed.replicas has an effect only with distributed.sharding hsdp: set that too"
     if train.batch_size and train.gradient_accumulation_steps:
         per_rank = train.micro_batch_size * train.gradient_accumulation_steps
         if train.batch_size % per_rank:
@@ -254,8 +254,8 @@ FOREIGN_NAMES = {
     "torch_dtype": "model.dtype",
     "attn_implementation": "model.attention",
     "chat_template_path": "model.chat_template",
-    "bf16": "bfloat16 is chosen by model.dtype; it is not supported yet, leave it float32",
-    "fp16": "float16 is not supported: model.dtype is float32",
+    "bf16": "model.dtype bfloat16",
+    "fp16": "float16 is not supported: model.dtype is float32 or bfloat16",
     # data
     "dataset_name": "data.path",
     "train_file": "data.path",

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
-from torch import nn
-
 from lean_trl.config import Config
+from lean_trl.model.decoder import CausalLM
 from lean_trl.techniques.checkpointing import ActivationCheckpointing
+from lean_trl.techniques.shard import Sharding
 
 
 class Technique(Protocol):
@@ -22,17 +22,17 @@ class Technique(Protocol):
     name: str
     enabled: bool
 
-    def on_model(self, model: nn.Module) -> None:
+    def on_model(self, model: CausalLM) -> None:
         """Change the model once, before the optimizer is built."""
 
     def around_micro_batch(self) -> AbstractContextManager:
         """Surround each micro-batch's forward and backward."""
 
 
-TECHNIQUES: tuple[Callable[[Config], Technique], ...] = (ActivationCheckpointing,)
+TECHNIQUES: tuple[Callable[[Config], Technique], ...] = (ActivationCheckpointing, Sharding)
 
 
-def apply_techniques(model: nn.Module, config: Config) -> Callable[[], AbstractContextManager]:
+def apply_techniques(model: CausalLM, config: Config) -> Callable[[], AbstractContextManager]:
     """Apply every technique that the settings ask for, in order; returns train_step's `around`.
 
     The model is changed in place.

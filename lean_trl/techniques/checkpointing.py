@@ -8,10 +8,10 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lean_trl.config import Config
+from lean_trl.model.decoder import CausalLM
 
 
 class ActivationCheckpointing:
@@ -22,7 +22,7 @@ class ActivationCheckpointing:
     def __init__(self, config: Config) -> None:
         self.enabled = config.memory.activation_checkpointing
 
-    def on_model(self, model: nn.Module) -> None:
+    def on_model(self, model: CausalLM) -> None:
         for block in model.blocks:
             # Non-reentrant, so that frozen inputs (adapters) still give gradients; no early stop
             # surprises.

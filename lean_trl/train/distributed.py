@@ -1,6 +1,7 @@
-"""Ranks: joining them, averaging nothing, summing gradients of replicas.
- torchrun sets RANK, WORLD_SIZE, LOCAL_RANK and the master's address; a plain `python
-scripts/train.py` is one rank without a process group.
+"""Ranks: joining them, laying them out as a mesh, summing gradients of replicas.
+
+torchrun sets RANK, WORLD_SIZE, LOCAL_RANK and the master's address; a plain `python
+scripts/train.py` is one rank that needs none of them.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
 
 BUCKET_BYTES = 64 * 2**20  # large enough to hide latency, small next to any model
 
@@ -27,6 +31,7 @@ class World:
     size: int
     device: torch.device
     group: dist.ProcessGroup | None
+    store: dist.Store | None = None  # shared by all ranks, for messages that need no collective
 
     @property
     def is_main(self) -> bool:
@@ -45,20 +50,84 @@ def join_world(timeout_s: float) -> Iterator[World]:
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if size == 1:
-        yield World(rank, size, device, None)
-        return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    store: dist.Store
+    if size == 1:
+        store = dist.HashStore()  # a mesh of one needs a group, but no network
+    else:
+        store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+    )
     try:
-        yield World(rank, size, device, dist.group.WORLD)
+        yield World(rank, size, device, dist.group.WORLD if size > 1 else None, store)
     finally:
         dist.destroy_process_group()
 
 
+def make_mesh(kind: str, replicas: int | None, device_type: str) -> DeviceMesh:
+    """The ranks as FSDP2 wants them.
+
+    kind: fsdp, every parameter is cut over all ranks, a mesh [W]; hsdp, `replicas` copies that are
+    each cut over W / replicas ranks, a mesh [replicas, W / replicas]; none, a mesh of one for each
+    rank. replicas None: one copy a host. Raises ValueError when they do not divide the ranks.
+    """
+    size = dist.get_world_size()
+    if kind == "fsdp":
+        return init_device_mesh(device_type, (size,), mesh_dim_names=("shard",))
+    if kind == "none":
+        names = ("replicate", "shard")
+        return init_device_mesh(device_type, (size, 1), mesh_dim_names=names)["shard"]
+    if replicas is None:
+        replicas = size // int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if size % replicas:
+        raise ValueError(
+            f"distributed.replicas {replicas} does not divide the {size} ranks: "
+            f"set it to one of {', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}"
+        )
+    shape = (replicas, size // replicas)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def compute_device(model: nn.Module) -> torch.device:
+    """Where the model computes. Sharded parameters may rest elsewhere (offloaded to the CPU)."""
+    parameter = next(model.parameters())
+    if isinstance(parameter, DTensor) and parameter.device_mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return parameter.device
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what a forward without a backward has left gathered: the root stays whole after it, and
+    `model.parameters()` would yield whole tensors that no optimizer knows.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def local_part(tensor: Tensor) -> tuple[Tensor, int]:
+    """(what this rank holds of `tensor`, 1-D and sharing memory; the place of its first element in
+    the whole, flattened).
+
+    >>> local_part(torch.zeros(3, 2))[0].shape, local_part(torch.zeros(3, 2))[1]
+    (torch.Size([6]), 0)
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().view(-1), 0
+    local = tensor.to_local().detach()
+    first = 0
+    for dim, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard):
+            assert placement.dim == 0, f"{placement}: only the first dimension is cut"
+            rows = -(-tensor.shape[0] // tensor.device_mesh.size(dim))  # as torch.chunk cuts
+            first = min(rows * tensor.device_mesh.get_local_rank(dim), tensor.shape[0])
+    return local.view(-1), first * prod(tensor.shape[1:])
+
+
 def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Add up the gradients of replicas over `group`, in buckets; sharded (DTensor) gradients are
-    summed already.
+    """Add up the gradients of replicas over `group`, in buckets; those of parameters that are cut
+    over several ranks are summed already.
 
     Sums, not means: the loss of each rank is already divided by a total over all ranks.
     """
@@ -67,11 +136,14 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup |
     bucket: list[Tensor] = []
     size = 0
     for parameter in parameters:
-        if not parameter.requires_grad or isinstance(parameter, DTensor):
+        if not parameter.requires_grad:
+            continue
+        if isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1:
             continue
         if parameter.grad is None:  # unused on this rank: the others still wait for its share
             parameter.grad = torch.zeros_like(parameter)
         grad = parameter.grad
+        grad = grad.to_local() if isinstance(grad, DTensor) else grad
         if bucket and (size + grad.nbytes > BUCKET_BYTES or grad.dtype != bucket[0].dtype):
             _sum_bucket(bucket, group)
             bucket, size = [], 0

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lean_trl.data.plan import Window
+from lean_trl.train.distributed import compute_device, reshard
 from lean_trl.train.metrics import Meter
 from lean_trl.types import Method, Metric
 
@@ -29,7 +30,7 @@ def evaluate(
     and 5 give 13 / 7 = 1.857143 however they are batched. The model's training mode is restored.
     Raises ValueError when there is nothing to evaluate.
     """
-    device = next(model.parameters()).device
+    device = compute_device(model)
     was_training = model.training
     model.eval()
     meter = Meter(device)
@@ -47,6 +48,7 @@ def evaluate(
             for term in objective.terms:
                 meter.add({f"sum/{term.unit}": Metric(term.total().reshape(1), how="sum")})
     model.train(was_training)
+    reshard(model)
     if not totals.get(method.unit):
         raise ValueError(
             f"the evaluation set has no {method.unit} to score: "

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from lean_trl.train.distributed import sum_gradients
+from lean_trl.train.distributed import compute_device, sum_gradients
 from lean_trl.train.metrics import Meter
 from lean_trl.types import UNITS, Batch, LossTerms, Method, Metric, Scores, StepReport, Totals
 
@@ -47,7 +47,7 @@ def train_step(
     from (totals[method.unit] == 0) leaves weights, optimizer state and weight decay alone. Returns
     tensors on the device.
     """
-    device = next(model.parameters()).device
+    device = compute_device(model)
     meter = Meter(device)
     batches = [batch.to(device) for batch in window]
     if method.window_statistics is not None:
@@ -87,16 +87,23 @@ def reduce_terms(objective: LossTerms, totals: Totals) -> Tensor:
 
 
 def clip_gradients(parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
-    """The global L2 norm before clipping: fp32 scalar.
+    """The global L2 norm before clipping: fp32 scalar, on the device of the gradients.
 
-    Gradients are scaled in place by min(1, max_norm / (norm + 1e-6)).
+    Gradients are scaled in place by min(1, max_norm / (norm + 1e-6)). They may be cut over
+    different meshes, or not at all.
     """
-    grads = [p.grad for p in parameters if p.grad is not None]
-    norm = get_total_norm(grads)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
+    layouts: dict[object, list[Tensor]] = {}  # torch cannot add norms across meshes
+    for grad in (p.grad for p in parameters if p.grad is not None):
+        layout = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
+        layouts.setdefault(layout, []).append(grad)
+    norms = [get_total_norm(grads) for grads in layouts.values()]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    norm = norms[0] if len(norms) == 1 else get_total_norm(norms)
     if max_norm:
-        clip_grads_with_norm_(parameters, max_norm, norm)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for grads in layouts.values():
+            local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+            torch._foreach_mul_(local, factor.to(local[0].device))
     return norm.float()
 
 
