@@ -18,11 +18,13 @@ PACKAGES = {"lean_trl": ROOT / "lean_trl", "lean_kernels": ROOT / "kernels" / "l
 FLOORS = {
     "lean_kernels": 0,
     "lean_trl.config": 0,
+    "lean_trl.loss_config": 0,
     "lean_trl.losses": 0,
     "lean_trl.recipe": 0,
     "lean_trl.settings": 0,
     "lean_trl.types": 0,
     "lean_trl.train.distributed": 1,
+    "lean_trl.train.gather": 1,
     "lean_trl.train.log": 1,
     "lean_trl.train.metrics": 1,
     "lean_trl.train.progress": 1,
@@ -39,6 +41,7 @@ FLOORS = {
     "lean_trl.train.step": 4,
     "lean_trl.rollout": 5,
     "lean_trl.train.methods": 5,
+    "lean_trl.train.preference": 5,
     "lean_trl.plan": 6,
     "lean_trl.train.loop": 7,
 }

@@ -5,8 +5,9 @@ Adding a method touches this table and one file in `losses/`; the step stays as 
 
 from __future__ import annotations
 
-from lean_trl.config import LossConfig
+from lean_trl.loss_config import LossConfig
 from lean_trl.losses import sft_loss
+from lean_trl.train.preference import DPO, KTO, REWARD
 from lean_trl.types import Batch, LossTerms, Method, Metric, Scores, Term
 
 
@@ -22,7 +23,9 @@ def token_metrics(scores: Scores) -> dict[str, Metric]:
 
 def sft_objective(scores: Scores, batch: Batch, loss: LossConfig) -> LossTerms:
     """Mean loss of the scored tokens of the window."""
-    values = sft_loss(scores.logprobs, loss_type=loss.loss_type or "nll")
+    name = loss.loss_type or "nll"
+    assert isinstance(name, str)
+    values = sft_loss(scores.logprobs, loss_type=name)
     return LossTerms((Term(values, None, "tokens"),), token_metrics(scores))
 
 
@@ -30,4 +33,7 @@ METHODS: dict[str, Method] = {
     "sft": Method(
         "sft", unit="tokens", examples="sft", objective=sft_objective, want=("entropy", "top1")
     ),
+    "dpo": DPO,
+    "reward": REWARD,
+    "kto": KTO,
 }
