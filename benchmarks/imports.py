@@ -8,6 +8,7 @@ machine only ever adds. Statements take turns, so that it disturbs them all alik
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 STATEMENTS = ("import torch", "import lean_trl", "import lean_trl.losses", "import lean_trl.ops")
 REPEATS = 9
+# This checkout, installed or not.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
 
 
 def seconds(statement: str, repeats: int = REPEATS) -> float:
@@ -26,7 +29,7 @@ def seconds(statement: str, repeats: int = REPEATS) -> float:
 
 def _once(command: list[str]) -> float:
     start = time.perf_counter()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=ENVIRONMENT)
     return time.perf_counter() - start
 
 
