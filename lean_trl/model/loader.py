@@ -27,6 +27,7 @@ from lean_trl.model.safetensors_io import (
     write_file,
     write_json,
 )
+from lean_trl.train.distributed import local_part
 
 DTYPES = {
     "float32": torch.float32,
@@ -51,6 +52,7 @@ def load_model(
     """The model of a local folder in HF layout (config.json, model.safetensors or its shards).
 
     dtype: of the weights in memory, whatever the files have. attention: a backend of ops.attention.
+    device "meta": everything is checked, and no weight read; `fill_model` does that later.
 
     Raises ValueError, before memory is taken, for an architecture that is not in the table, files
     that are broken or cut short, missing or extra tensors, shapes that do not fit config.json, a
@@ -65,13 +67,25 @@ def load_model(
         )
     _check_size(config, stored, folder)
     model = CausalLM(config, attention=attention, dtype=_dtype(dtype), device="meta")
-    plan = _plan(model, stored, folder)
-    weights = {}
-    for name, tensor in model.state_dict().items():
-        weights[name] = torch.empty_like(tensor, device=device)
-        for piece in plan[name]:
-            stored[piece.name].copy_into(piece.of(weights[name]), piece.name)
-    return _finish(model, weights, device)
+    _plan(model, stored, folder)
+    if torch.device(device).type != "meta":
+        fill_model(model, folder, device)
+    return model
+
+
+def fill_model(model: CausalLM, path: str | Path, device: str | torch.device) -> None:
+    """Give a model on meta its memory on `device` and its weights from a folder.
+
+    Of sharded parameters each rank reads the rows that it keeps, and no others.
+    """
+    stored = _stored(Path(path), model.config)
+    model.to_empty(device=device)
+    for name, weight in model.state_dict().items():
+        rows, first = local_part(weight)
+        for piece in pieces(model.config.family.names, name, tuple(weight.shape)):
+            destination, row = piece.within(rows, first, weight.shape[0])
+            if destination.numel():
+                stored[piece.name].copy_into(destination, piece.name, row)
 
 
 def new_model(
@@ -82,23 +96,33 @@ def new_model(
     device: str | torch.device = "cpu",
     attention: str = "auto",
 ) -> CausalLM:
-    """A model with random weights from a config.json dict: matrices normal with initializer_range,
-    biases 0.
+    """A model with random weights from a config.json dict, see randomise_model.
 
-    The same seed gives the same weights in fp32 on every device.
+    device "meta": without its weights.
     """
     config = read_config(raw)
     model = CausalLM(config, attention=attention, dtype=_dtype(dtype), device="meta")
+    if torch.device(device).type != "meta":
+        randomise_model(model, seed, device)
+    return model
+
+
+def randomise_model(model: CausalLM, seed: int, device: str | torch.device) -> None:
+    """Give a model on meta its memory on `device` and random weights: matrices normal with
+    initializer_range, biases 0.
+
+    The same seed gives the same weights in fp32 on every device and any number of ranks.
+    """
     generator = torch.Generator().manual_seed(seed)
-    weights = {}
-    for name, tensor in model.state_dict().items():
-        weight = torch.zeros(tensor.shape, dtype=torch.float32)
+    model.to_empty(device=device)
+    for name, weight in model.state_dict().items():
+        whole = torch.zeros(weight.shape, dtype=torch.float32)
         if name.endswith("norm.weight"):
-            weight.fill_(1.0 - config.family.norm_offset)
+            whole.fill_(1.0 - model.config.family.norm_offset)
         elif not name.endswith("bias"):
-            weight.normal_(0.0, config.initializer_range, generator=generator)
-        weights[name] = weight.to(device, tensor.dtype)
-    return _finish(model, weights, device)
+            whole.normal_(0.0, model.config.initializer_range, generator=generator)
+        rows, first = local_part(weight)
+        rows.copy_(whole[first : first + rows.shape[0]])
 
 
 def save_model(
@@ -141,12 +165,6 @@ def save_model(
             },
         )
     write_json(folder / "config.json", _config_out(model.config, state[EMBEDDING].dtype))
-
-
-def _finish(model: CausalLM, weights: dict[str, Tensor], device: str | torch.device) -> CausalLM:
-    model.load_state_dict(weights, assign=True)
-    model.model.rotary_emb.to(device)
-    return model
 
 
 def _stored(folder: Path, config: ModelConfig) -> dict[str, Source]:

@@ -40,13 +40,13 @@ class Mxfp4:
         num, out, groups, size = self.blocks.shape
         return (num, groups * size * 2, out)
 
-    def copy_into(self, destination: Tensor, name: str) -> None:
-        """Fill `destination`, one expert in memory at a time."""
-        for expert in range(self.shape[0]):
+    def copy_into(self, destination: Tensor, name: str, row: int = 0) -> None:
+        """Fill `destination` with experts from `row` on, one in memory at a time."""
+        for expert in range(row, row + destination.shape[0]):
             weight = dequantize(_part(self.blocks, expert), _part(self.scales, expert))
             if not torch.isfinite(weight).all():
                 raise ValueError(f"{self.file}: {name} has a scale that is not finite")
-            destination[expert] = weight.t()
+            destination[expert - row] = weight.t()
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -25,9 +25,25 @@ class Piece(NamedTuple):
 
     def of(self, parameter: Tensor) -> Tensor:
         """The view of the parameter that this piece is."""
-        tensor = parameter if self.expert is None else parameter[self.expert]
-        size = tensor.shape[0] // self.parts if self.parts > 1 else 0
-        return tensor if self.parts == 1 else tensor.narrow(0, self.part * size, size)
+        return self.within(parameter, 0, parameter.shape[0])[0]
+
+    def within(self, rows: Tensor, first: int, total: int) -> tuple[Tensor, int]:
+        """(what this piece is of `rows`, which are rows of a parameter from `first` on; the first
+        of its own rows there). total: rows of the whole parameter. The view may be empty.
+
+        >>> import torch
+        >>> Piece("b", part=1, parts=2).within(torch.tensor([2, 3, 4]), first=2, total=8)
+        (tensor([4]), 0)
+        """
+        if self.expert is not None:
+            if not first <= self.expert < first + rows.shape[0]:
+                return rows[:0], 0
+            rows = rows[self.expert - first]
+            first, total = 0, rows.shape[0]
+        size = total // self.parts
+        begin = max(self.part * size, first)
+        end = max(begin, min((self.part + 1) * size, first + rows.shape[0]))
+        return rows[begin - first : end - first], begin - self.part * size
 
 
 def pieces(

@@ -49,13 +49,15 @@ class Stored:
     shape: tuple[int, ...]
     offset: int  # bytes from the start of the file
 
-    def chunks(self) -> Iterator[tuple[int, Tensor]]:
-        """(first element, 1-D tensor) over the data, in one buffer that each step overwrites."""
-        count, size = prod(self.shape), self.dtype.itemsize
+    def chunks(self, start: int = 0, count: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        """(place from `start` on, 1-D tensor) over `count` elements, all by default, in one buffer
+        that each step overwrites.
+        """
+        count, size = prod(self.shape) if count is None else count, self.dtype.itemsize
         step = max(1, min(count, CHUNK_BYTES // size))
         buffer = torch.empty(step, dtype=self.dtype)
         with open(self.file, "rb") as file:
-            file.seek(self.offset)
+            file.seek(self.offset + start * size)
             for first in range(0, count, step):
                 part = buffer[: min(step, count - first)]
                 if file.readinto(_bytes(part)) != part.nbytes:
@@ -64,12 +66,12 @@ class Stored:
                     )
                 yield first, part
 
-    def copy_into(self, destination: Tensor, name: str) -> None:
-        """Fill `destination` (contiguous, this shape, any dtype and device). ValueError when a
-        value is not finite.
+    def copy_into(self, destination: Tensor, name: str, row: int = 0) -> None:
+        """Fill `destination` (contiguous, any dtype and device) with rows from `row` on, as many as
+        it has. ValueError when a value is not finite.
         """
         flat = destination.view(-1)
-        for first, part in self.chunks():
+        for first, part in self.chunks(row * prod(self.shape[1:]), flat.shape[0]):
             if not torch.isfinite(part).all():
                 raise ValueError(
                     f"{self.file}: {name} has values that are not finite (NaN or infinity)"

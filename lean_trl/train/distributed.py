@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from math import prod
 
 import torch
 import torch.distributed as dist
@@ -107,22 +106,22 @@ def reshard(model: nn.Module) -> None:
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, int]:
-    """(what this rank holds of `tensor`, 1-D and sharing memory; the place of its first element in
-    the whole, flattened).
+    """(the rows of `tensor` that this rank holds, sharing memory; which the first of them is).
 
-    >>> local_part(torch.zeros(3, 2))[0].shape, local_part(torch.zeros(3, 2))[1]
-    (torch.Size([6]), 0)
+    >>> local_part(torch.zeros(3, 2))
+    (tensor([[0., 0.],
+            [0., 0.],
+            [0., 0.]]), 0)
     """
     if not isinstance(tensor, DTensor):
-        return tensor.detach().view(-1), 0
-    local = tensor.to_local().detach()
+        return tensor.detach(), 0
     first = 0
     for dim, placement in enumerate(tensor.placements):
         if isinstance(placement, Shard):
             assert placement.dim == 0, f"{placement}: only the first dimension is cut"
             rows = -(-tensor.shape[0] // tensor.device_mesh.size(dim))  # as torch.chunk cuts
             first = min(rows * tensor.device_mesh.get_local_rank(dim), tensor.shape[0])
-    return local.view(-1), first * prod(tensor.shape[1:])
+    return tensor.detach().to_local(), first
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> None:

@@ -251,11 +251,11 @@ def test_local_part_finds_its_place(size):
         )
         return part, first
 
-    flat = torch.arange(15.0)
+    rows = torch.arange(15.0).view(5, 3)
     parts = on_ranks(size, look)
-    assert torch.equal(torch.cat([part for part, _ in parts]), flat)
+    assert torch.equal(torch.cat([part for part, _ in parts]), rows)
     for part, first in parts:
-        assert torch.equal(part, flat[first : first + len(part)])
+        assert torch.equal(part, rows[first : first + len(part)])
 
 
 def test_a_forward_without_backward_leaves_nothing_gathered_after_reshard(reference):
