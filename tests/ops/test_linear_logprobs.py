@@ -25,7 +25,7 @@ N, D, V, IGNORED = 37, 32, 131, 12
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Several row chunks and several vocabulary slices, both uneven."""
-    monkeypatch.setattr(backend, "WORKSPACE_BYTES", {"cpu": 4 * 600, "cuda": 4 * 600})
+    monkeypatch.setattr(backend, "WORKSPACE_BYTES", {"cpu": 4 * 500, "cuda": 4 * 500})
     monkeypatch.setattr(backend, "MAX_ROWS", 10)
 
 
@@ -70,7 +70,7 @@ def test_three_logits_by_hand():
     scores = linear_logprobs(hidden, weight, torch.tensor([0, 1, 2]), want=WANT)
     assert scores.logprobs.tolist() == pytest.approx([-0.407606, -1.407606, -2.407606], abs=1e-6)
     assert scores.entropy.tolist() == pytest.approx([0.832396] * 3, abs=1e-6)
-    assert scores.log_sum_sq.tolist() == pytest.approx([-0.672394] * 3, abs=1e-6)
+    assert scores.log_sum_sq.tolist() == pytest.approx([-0.672280] * 3, abs=1e-6)
     assert scores.top1.tolist() == [True, False, False]
     cold = linear_logprobs(hidden, weight, torch.tensor([0, 1, 2]), temperature=0.5)
     assert cold.logprobs.tolist() == pytest.approx([-0.142932, -2.142932, -4.142932], abs=1e-6)
@@ -91,7 +91,7 @@ def test_order_is_scale_then_softcap_then_temperature():
 
 
 def test_gradient_by_hand():
-    """At logits (0, 0) with target 0: g (1/2, -1/2) of logprob, 0 of the entropy (it is maximal)."""
+    """At logits 0, 0 with target 0: g (1/2, -1/2) of logprob, 0 of the entropy (it is maximal)."""
     hidden = torch.zeros(1, 2, requires_grad=True)
     scores = linear_logprobs(hidden, torch.eye(2), torch.tensor([0]), want=("entropy",))
     (3 * scores.logprobs + 5 * scores.entropy).sum().backward()
@@ -194,11 +194,11 @@ def test_tied_weight(small_tiles):
 @pytest.mark.parametrize("temperature", [1.0, 0.7, "rows"])
 @pytest.mark.parametrize("repeated", [False, True])
 def test_gradcheck(small_tiles, softcap, temperature, repeated):
-    hidden, weight, bias, targets = problem(torch.float64, n=13, d=3, v=70)
-    rows = torch.tensor([0, 12, 5, 5, 5, 3, 0, 7]) if repeated else None
+    hidden, weight, bias, targets = problem(torch.float64, n=11, d=2, v=31)
+    rows = torch.tensor([0, 10, 5, 5, 5, 3, 0, 7]) if repeated else None
     targets = targets[:8] if repeated else ignore_some(targets, 4)
     if temperature == "rows":
-        temperature = torch.linspace(0.5, 2.0, 13, dtype=torch.float64)
+        temperature = torch.linspace(0.5, 2.0, 11, dtype=torch.float64)
 
     def f(*inputs: Tensor) -> tuple[Tensor, Tensor]:
         scores = linear_logprobs(
@@ -486,7 +486,7 @@ def test_same_bits_every_time(small_tiles):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", ["no rows", "all differ", "map"])
-def test_runs_without_reading_a_tensor_back(small_tiles, mode, dtype):
+def test_runs_without_reading_a_tensor_back(mode, dtype):
     with FakeTensorMode():
         hidden = torch.zeros(N, D, dtype=dtype, requires_grad=True)
         weight = torch.zeros(V, D, dtype=dtype, requires_grad=True)
