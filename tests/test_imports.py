@@ -36,6 +36,7 @@ FLOORS = {
     "lean_trl.techniques": 4,
     "lean_trl.train.checkpoint": 4,
     "lean_trl.train.evaluate": 4,
+    "lean_trl.train.exact_match": 4,
     "lean_trl.train.optim": 4,
     "lean_trl.train.score": 4,
     "lean_trl.train.step": 4,
