@@ -100,4 +100,4 @@ def _aligned(tensor: Tensor) -> bool:
 
 
 def _split(tensor: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
-    return tensor.tensor_split(ends[:-1].cpu())
+    return tensor.tensor_split(ends[:-1].cpu().long())
