@@ -9,7 +9,7 @@ Dimension letters: T tokens, U scored tokens, D model, V vocab, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -165,6 +165,10 @@ class CausalLM(nn.Module):
         # sharded.
         settings = HeadSettings(self.config.logits_scale, self.config.logits_softcap)
         return score(hidden, self.model.embed_tokens.weight, batch, want, temperature, settings)
+
+    def adapt_files(self, stored: Mapping[str, Any]) -> Mapping[str, Any]:
+        """{name: stored tensor} of a folder, as this kind of model is to be filled from it."""
+        return stored
 
     def hidden(self, batch: Batch) -> Tensor:
         """Hidden states after the final norm, [T, D] in the model's dtype."""

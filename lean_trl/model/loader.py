@@ -8,7 +8,7 @@ is no second copy.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,13 @@ def load_model(
     dtype: str | torch.dtype = "float32",
     device: str | torch.device = "cpu",
     attention: str = "auto",
+    kind: Callable[..., CausalLM] = CausalLM,
 ) -> CausalLM:
     """The model of a local folder in HF layout (config.json, model.safetensors or its shards).
 
     dtype: of the weights in memory, whatever the files have. attention: a backend of ops.attention.
-    device "meta": everything is checked, and no weight read; `fill_model` does that later.
+    device "meta": everything is checked, and no weight read; `fill_model` does that later. kind:
+    what is built over the body, such as a RewardModel.
 
     Raises ValueError, before memory is taken, for an architecture that is not in the table, files
     that are broken or cut short, missing or extra tensors, shapes that do not fit config.json, a
@@ -66,8 +68,8 @@ def load_model(
             f"{folder}: config.json has {config.num_layers} layers for {len(stored)} tensors"
         )
     _check_size(config, stored, folder)
-    model = CausalLM(config, attention=attention, dtype=_dtype(dtype), device="meta")
-    _plan(model, stored, folder)
+    model = kind(config, attention=attention, dtype=_dtype(dtype), device="meta")
+    _plan(model, model.adapt_files(stored), folder)
     if torch.device(device).type != "meta":
         fill_model(model, folder, device)
     return model
@@ -78,7 +80,7 @@ def fill_model(model: CausalLM, path: str | Path, device: str | torch.device) ->
 
     Of sharded parameters each rank reads the rows that it keeps, and no others.
     """
-    stored = _stored(Path(path), model.config)
+    stored = model.adapt_files(_stored(Path(path), model.config))
     model.to_empty(device=device)
     for name, weight in model.state_dict().items():
         rows, first = local_part(weight)
@@ -95,13 +97,14 @@ def new_model(
     dtype: str | torch.dtype = "float32",
     device: str | torch.device = "cpu",
     attention: str = "auto",
+    kind: Callable[..., CausalLM] = CausalLM,
 ) -> CausalLM:
     """A model with random weights from a config.json dict, see randomise_model.
 
-    device "meta": without its weights.
+    device "meta": without its weights. kind: as for load_model.
     """
     config = read_config(raw)
-    model = CausalLM(config, attention=attention, dtype=_dtype(dtype), device="meta")
+    model = kind(config, attention=attention, dtype=_dtype(dtype), device="meta")
     if torch.device(device).type != "meta":
         randomise_model(model, seed, device)
     return model
@@ -188,7 +191,7 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def _plan(model: CausalLM, stored: dict[str, Source], folder: Path) -> dict[str, list[Piece]]:
+def _plan(model: CausalLM, stored: Mapping[str, Source], folder: Path) -> dict[str, list[Piece]]:
     """Which stored tensors fill which weight. ValueError unless names and shapes fit one to one."""
     config = model.config
     expected = model.state_dict()  # meta tensors: names, shapes, no memory
@@ -235,7 +238,7 @@ def _plan(model: CausalLM, stored: dict[str, Source], folder: Path) -> dict[str,
     return plan
 
 
-def _check_tied(stored: dict[str, Source], folder: Path) -> None:
+def _check_tied(stored: Mapping[str, Source], folder: Path) -> None:
     """config.json says tied, and the files have a head all the same: it must be the embedding."""
     head, embedding = stored[HEAD], stored.get(EMBEDDING)
     plain = isinstance(head, Stored) and isinstance(embedding, Stored)
@@ -253,7 +256,7 @@ def _check_tied(stored: dict[str, Source], folder: Path) -> None:
         )
 
 
-def _check_size(config: ModelConfig, stored: dict[str, Source], folder: Path) -> None:
+def _check_size(config: ModelConfig, stored: Mapping[str, Source], folder: Path) -> None:
     """A config.json that asks for far more than the files hold must fail before anything is built
     from it.
     """
