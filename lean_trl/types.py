@@ -1,9 +1,11 @@
 """The types that every part of the library speaks, each field with its shape, unit and meaning.
 
     row -> Example -> plan -> Batch -> model -> Scores -> objective -> LossTerms -> train_step
- Dimension letters: T tokens of a batch (padding included), R independent trees, S sequences, U
+
+Dimension letters: T tokens of a batch (padding included), R independent trees, S sequences, U
 scored tokens, P pairs, Q distinct hidden rows, E experts.
- Worked example. Documents of 3 and 2 tokens, all scored (the first token of a document is never a
+
+Worked example. Documents of 3 and 2 tokens, all scored (the first token of a document is never a
 target):
 
     input_ids  a b c | d e      cu_seqlens 0 3 5      rows     0 1 | 3

@@ -1,5 +1,6 @@
 """Train a model:  torchrun scripts/train.py [recipe.yaml] [--section.key value ...]
- Without a recipe: SFT of the built-in tiny model on built-in arithmetic, about two minutes on two
+
+Without a recipe: SFT of the built-in tiny model on built-in arithmetic, about two minutes on two
 CPU cores. Without torchrun (`python scripts/train.py`) it is one process; more ranks: torchrun
 --nproc-per-node N.
 """

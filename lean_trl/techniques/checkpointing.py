@@ -1,5 +1,6 @@
 """Activation checkpointing: keep a block's input, run the block again in backward.
- Costs about one more forward of the blocks (a third more time), saves everything else that a block
+
+Costs about one more forward of the blocks (a third more time), saves everything else that a block
 keeps for backward. The head is not part of it: it recomputes its logits by itself.
 """
 

@@ -1,8 +1,8 @@
 """One optimizer step. It knows no method, no technique and no data format.
 
-    loss = sum over terms k of  coef_k * sum over the window and all ranks of (values_k * weights_k)
-    / totals[unit_k]
- The denominators are known before the first forward, so the micro-batch size, the accumulation, the
+    loss = sum_k coef_k * sum(values_k * weights_k over the window and all ranks) / totals[unit_k]
+
+The denominators are known before the first forward, so the micro-batch size, the accumulation, the
 number of ranks, packing and order change nothing but rounding. Nothing is read back from the
 device.
 """
