@@ -35,6 +35,8 @@ FLOORS = {
     "lean_trl.model": 3,
     "lean_trl.techniques": 4,
     "lean_trl.train.checkpoint": 4,
+    "lean_trl.train.checkpoint_files": 4,
+    "lean_trl.train.snapshot": 4,
     "lean_trl.train.evaluate": 4,
     "lean_trl.train.exact_match": 4,
     "lean_trl.train.optim": 4,

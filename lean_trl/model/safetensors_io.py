@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -182,14 +182,21 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def write_file(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    watch: Callable[[bytes | memoryview], object] = len,
+) -> None:
     """Write a file with the same bytes that safetensors.torch.save_file writes, one tensor in
     memory at a time.
 
-    It appears under its name only when it is complete.
+    It appears under its name only when it is complete. metadata: more of the header's strings.
+    watch: sees the bytes, part by part, before they are written.
     """
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"} | dict(metadata or {})}
     end = 0
     for name in order:
         tensor = tensors[name]
@@ -203,11 +210,13 @@ def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
     text += b" " * (-len(text) % 8)
     partial = path.with_name(path.name + ".partial")
     with open(partial, "wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
+        for part in (len(text).to_bytes(8, "little"), text):
+            watch(part)
+            file.write(part)
         for name in order:
             tensor = tensors[name].detach().contiguous().cpu()
             if tensor.numel():
+                watch(_bytes(tensor))
                 file.write(_bytes(tensor))
         file.flush()
         os.fsync(file.fileno())

@@ -121,7 +121,7 @@ def local_part(tensor: Tensor) -> tuple[Tensor, int]:
             assert placement.dim == 0, f"{placement}: only the first dimension is cut"
             rows = -(-tensor.shape[0] // tensor.device_mesh.size(dim))  # as torch.chunk cuts
             first = min(rows * tensor.device_mesh.get_local_rank(dim), tensor.shape[0])
-    return tensor.detach().to_local(), first
+    return tensor.to_local().detach(), first
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> None:
