@@ -17,6 +17,7 @@ PACKAGES = {"lean_trl": ROOT / "lean_trl", "lean_kernels": ROOT / "kernels" / "l
 # The longest matching name counts. A module imports from lower floors, or from its own package.
 FLOORS = {
     "lean_kernels": 0,
+    "lean_trl.builtin": 0,
     "lean_trl.config": 0,
     "lean_trl.loss_config": 0,
     "lean_trl.losses": 0,
@@ -29,7 +30,6 @@ FLOORS = {
     "lean_trl.train.metrics": 1,
     "lean_trl.train.progress": 1,
     "lean_trl.train.schedule": 1,
-    "lean_trl.builtin": 2,
     "lean_trl.data": 2,
     "lean_trl.ops": 2,
     "lean_trl.model": 3,

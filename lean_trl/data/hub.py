@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-BUILTIN = Path(__file__).parents[1] / "builtin"  # the tiny model and its data
+from lean_trl import builtin
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -33,7 +33,7 @@ def resolve_model(
     Raises ValueError when `path` is neither a folder nor a hub id that can be had.
     """
     if path is None:
-        return BUILTIN / "model"
+        return builtin.model_folder()
     local = Path(path)
     if local.is_dir():
         return local
@@ -54,7 +54,7 @@ def resolve_dataset(path: str | Path | None, revision: str | None = None) -> Pat
     None is the built-in arithmetic. Raises ValueError when it can be had from nowhere.
     """
     if path is None:
-        return BUILTIN / "data"
+        return builtin.dataset_folder()
     local = Path(path)
     if local.exists():
         return local

@@ -1,0 +1,84 @@
+"""The built-in dataset: four parquet files of conversations, written on first use.
+
+    train_easy  train_hard    what the recipe trains on (the split `train` reads both)
+    test_easy   test_hard     held out (`test` reads both): no problem is in two files
+
+They are in a folder of the Hugging Face cache, where other downloads are, so whoever has moved that
+cache has moved this too. The folder is named by the generator's source: after a change of the
+generator nothing stale is found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from lean_trl.builtin import problems
+from lean_trl.builtin.problems import EASY, HARD, Problem, conversation_row
+
+# The held-out files come first, so that their rows do not depend on how much is trained on.
+SPLITS = {
+    "test_easy": (EASY, 500),
+    "test_hard": (HARD, 500),
+    "train_easy": (EASY, 9600),
+    "train_hard": (HARD, 3200),
+}
+
+
+def make_rows(seed: int = 0) -> dict[str, list[dict[str, Any]]]:
+    """{split: rows}; the same seed gives the same rows on every machine."""
+    seen: set[Problem] = set()
+    splits = {}
+    for split, (level, count) in SPLITS.items():
+        rng = Random(f"{seed} {split}")
+        stream = problems.problems(level, rng, seen)
+        splits[split] = [conversation_row(next(stream), rng) for _ in range(count)]
+    return splits
+
+
+def write_dataset(folder: Path, seed: int = 0) -> None:
+    """Write `folder`/<split>.parquet for every split."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for split, rows in make_rows(seed).items():
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{split}.parquet")
+
+
+def dataset_folder() -> Path:
+    """The folder of the built-in dataset, written now if it is not there.
+
+    It appears under its name only when it is complete; ranks that race write the same rows, and the
+    first wins.
+    """
+    from huggingface_hub.constants import HF_HOME
+
+    folder = Path(HF_HOME) / "lean_trl" / f"builtin-{_fingerprint()}"
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            written = Path(scratch) / "rows"
+            written.mkdir()
+            write_dataset(written)
+            try:
+                os.rename(written, folder)
+            except OSError:  # another process was first
+                if not folder.is_dir():
+                    raise
+    return folder
+
+
+def dataset_path(split: str) -> Path:
+    """The parquet file of one split; raises ValueError for an unknown one."""
+    if split not in SPLITS:
+        raise ValueError(f"the built-in dataset has no split {split!r}, only {', '.join(SPLITS)}")
+    return dataset_folder() / f"{split}.parquet"
+
+
+def _fingerprint() -> str:
+    sources = [Path(module) for module in (__file__, problems.__file__)]
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
