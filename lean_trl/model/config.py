@@ -190,11 +190,9 @@ def _complete(raw: Json, family: Family) -> dict[str, Any]:
     """config.json over the defaults, under one name for each thing, its sizes checked."""
     config = {**DEFAULTS, **family.defaults, **raw}
     for ours, others in ALIASES.items():
-        # A name in the file beats the family's default under another name.
-        for source in (raw, config):
-            if config.get(ours) is None or source is raw:
-                found = [source[name] for name in (ours, *others) if source.get(name) is not None]
-                config[ours] = found[0] if found else config.get(ours)
+        sources = (raw, family.defaults)  # what the file says beats a default under another name
+        found = [source[name] for source in sources for name in (ours, *others) if name in source]
+        config[ours] = found[0] if found else None
     if missing := [name for name in REQUIRED if config.get(name) is None]:
         raise ValueError(f"config.json lacks {', '.join(missing)}")
     _check_sizes(config)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lean_trl.data.hub import resolve_model
 from lean_trl.model.config import ModelConfig, read_config
 from lean_trl.model.decoder import CausalLM
 from lean_trl.model.families import Json
@@ -50,8 +51,9 @@ def load_model(
     attention: str = "auto",
     kind: Callable[..., CausalLM] = CausalLM,
 ) -> CausalLM:
-    """The model of a local folder in HF layout (config.json, model.safetensors or its shards).
+    """The model of a folder in HF layout (config.json, model.safetensors or its shards).
 
+    path: a local folder, or a hub id, which is downloaded.
     dtype: of the weights in memory, whatever the files have. attention: a backend of ops.attention.
     device "meta": everything is checked, and no weight read; `fill_model` does that later. kind:
     what is built over the body, such as a RewardModel.
@@ -60,7 +62,7 @@ def load_model(
     that are broken or cut short, missing or extra tensors, shapes that do not fit config.json, a
     tied flag that the files contradict; and while reading for values that are not finite.
     """
-    folder = Path(path)
+    folder = resolve_model(path)
     config = read_config(read_json(folder / "config.json"))
     stored = _stored(folder, config)
     if config.num_layers > len(stored):
