@@ -124,6 +124,51 @@ def test_float64_and_bfloat16(backend):
     compare(LENGTHS["odd"], backend, dtype=torch.bfloat16, rtol=2e-2, sinks=True)
 
 
+def test_window_wider_than_the_kernels_own_blocks():
+    """Rows whose first 512 keys are all hidden: no row may turn into 0 / 0."""
+    compare([1300], "sdpa", heads=(2, 1), window=600, rtol=5e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 2}, {"causal": False}], ids=str)
+def test_more_threads_than_kv_heads(options):
+    """One tree at a time, 1 and 3 kv heads on 2 threads: the path that splits kv heads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        compare(LENGTHS["long"], "sdpa", heads=(4, 1), sinks=True, **options)
+        compare(LENGTHS["long"], "sdpa", heads=(6, 3), **options)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("backend", ["math", "sdpa"])
+def test_bfloat16_is_as_exact_as_plain_operations(backend):
+    """rms error against fp64 of the output and of each gradient: at most 1.05 times theirs."""
+    q, k, v, bounds, _ = packed([150], heads=(6, 2), dim=64, dtype=torch.bfloat16)
+    upstream = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    hidden = torch.ones(150, 150, dtype=torch.bool).triu(1)
+
+    def plain(q, k, v):
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        k, v = (x.repeat_interleave(3, 0) for x in (k, v))
+        scores = (q @ k.mT * 64**-0.5).masked_fill(hidden, -torch.inf)
+        return (scores.float().softmax(-1).bfloat16() @ v).transpose(0, 1)
+
+    def ours(q, k, v):
+        return varlen_attention(q, k, v, bounds, 150, backend=backend)
+
+    def results(function, dtype):
+        inputs = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        out = function(*inputs)
+        return out, *torch.autograd.grad(out, inputs, upstream.to(out.dtype))
+
+    right = results(lambda *x: dense(*x, bounds), torch.float64)
+    rows = zip(right, results(ours, q.dtype), results(plain, q.dtype), strict=True)
+    for exact, got, reference in rows:
+        error, allowed = ((x.double() - exact).square().mean().sqrt() for x in (got, reference))
+        assert error <= 1.05 * allowed
+
+
 def test_hand_worked():
     """Zero queries average what they see; a sink of ln 2 weighs as much as two keys."""
     q, v = torch.zeros(3, 1, 1), torch.tensor([2.0, 4.0, 7.0]).view(3, 1, 1)
