@@ -40,6 +40,7 @@ FLOORS = {
     "lean_trl.train.evaluate": 4,
     "lean_trl.train.exact_match": 4,
     "lean_trl.train.optim": 4,
+    "lean_trl.train.precompute": 5,
     "lean_trl.train.score": 4,
     "lean_trl.train.step": 4,
     "lean_trl.rollout": 5,
