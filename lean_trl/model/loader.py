@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lean_trl.data.hub import resolve_model
 from lean_trl.model.config import ModelConfig, read_config
@@ -83,7 +84,7 @@ def fill_model(model: CausalLM, path: str | Path, device: str | torch.device) ->
     Of sharded parameters each rank reads the rows that it keeps, and no others.
     """
     stored = model.adapt_files(_stored(Path(path), model.config))
-    model.to_empty(device=device)
+    _take_memory(model, device)
     for name, weight in model.state_dict().items():
         rows, first = local_part(weight)
         for piece in pieces(model.config.family.names, name, tuple(weight.shape)):
@@ -119,7 +120,7 @@ def randomise_model(model: CausalLM, seed: int, device: str | torch.device) -> N
     The same seed gives the same weights in fp32 on every device and any number of ranks.
     """
     generator = torch.Generator().manual_seed(seed)
-    model.to_empty(device=device)
+    _take_memory(model, device)
     for name, weight in model.state_dict().items():
         whole = torch.zeros(weight.shape, dtype=torch.float32)
         if name.endswith("norm.weight"):
@@ -170,6 +171,17 @@ def save_model(
             },
         )
     write_json(folder / "config.json", _config_out(model.config, state[EMBEDDING].dtype))
+
+
+def _take_memory(model: CausalLM, device: str | torch.device) -> None:
+    """Uninitialised weights on `device` for a model on meta."""
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        model.to_empty(device=device)  # FSDP notices that its shards have moved
+        return
+    # Assigned, because FakeTensorMode cannot change a parameter in place.
+    weights = {name: torch.empty_like(t, device=device) for name, t in model.state_dict().items()}
+    model.load_state_dict(weights, assign=True)
+    model.model.rotary_emb.to(device)
 
 
 def _stored(folder: Path, config: ModelConfig) -> dict[str, Source]:

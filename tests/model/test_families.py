@@ -82,9 +82,8 @@ def test_log_probs_and_every_gradient(family, checkpoint):
     for name, parameter in model.named_parameters():
         scale = grads[name].abs().max().item()
         assert scale > 0, name
-        torch.testing.assert_close(
-            parameter.grad, grads[name], atol=2e-4 * scale, rtol=0, msg=lambda m: f"{name}: {m}"
-        )
+        error = (parameter.grad - grads[name]).abs().max().item()
+        assert error < 2e-4 * scale, f"{name}: {error} of {scale}"
 
 
 @pytest.mark.parametrize("family", CONFIGS)
