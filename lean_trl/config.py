@@ -59,14 +59,30 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    path: str | None = setting(None, "file, folder or hub id; null: the built-in arithmetic")
+    path: str | list[str | dict[str, Any]] | None = setting(
+        None,
+        "file, folder, hub id, or a list of them or {path, weight}; null: built-in arithmetic",
+    )
+    revision: str | None = setting(None, "branch, tag or commit on the hub")
     split: str | None = setting(None, "split to train on; null: train")
     eval_path: str | None = setting(None, "file, folder or hub id of held-out rows")
     eval_split: str | None = setting(None, "held-out split, of eval_path or else of path")
     text_column: str | None = setting(None, "column that holds plain text; null: text")
-    columns: dict[str, str] | None = setting(None, "our column -> the file's, {prompt: question}")
+    columns: dict[str, Any] | None = setting(
+        None, "our column -> the file's, or a text with {column} in it: {prompt: '{question}'}"
+    )
     max_length: Count | None = setting(1024, "tokens kept of one sequence; null: all")
     truncation_mode: Literal["keep_start", "keep_end"] = setting("keep_start", "which end survives")
+    overlong: Literal["truncate", "drop"] = setting(
+        None,
+        "what happens to a sequence over max_length",
+        per_method={m: "drop" if m == "reward" else "truncate" for m in LEARNING_RATES},
+    )
+    packing: bool = setting(False, "fill bins of max_length with rows that do not see each other")
+    packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = setting(
+        "bfd", "best fit; best fit of fragments, nothing cut off; one after another"
+    )
+    wrapped_attention: bool = setting(False, "wrapped rows of a bin see each other")
     completion_only_loss: bool | None = setting(
         None, "learn the completion alone; null: when rows have prompt and completion"
     )
@@ -75,6 +91,10 @@ class DataConfig:
     padding_free: bool = setting(
         True, "false pads each micro-batch to its longest row: only to measure what that costs"
     )
+    pad_to_multiple_of: Count | None = setting(
+        None, "round a micro-batch's tokens up (padding_free: false: each row's)"
+    )
+    cache_dir: str | None = setting(None, "prepared rows are kept here; null: ~/.cache/lean_trl")
 
 
 @dataclass(frozen=True)
@@ -145,6 +165,12 @@ class DistributedConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
+    every: Index = setting(500, "steps between checkpoints; 0: only after the last step")
+    keep: Count | None = setting(2, "how many of the newest stay; null: all")
+    resume: Literal["auto", "always", "never"] = setting(
+        "auto", "auto: from the newest, if the settings are its own; always: whatever they are"
+    )
+    async_save: bool = setting(False, "write from a copy in CPU memory while the steps go on")
     export_hf: bool = setting(True, "write model/ in Hugging Face's layout at the end")
 
 

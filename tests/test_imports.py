@@ -30,6 +30,7 @@ FLOORS = {
     "lean_trl.train.metrics": 1,
     "lean_trl.train.progress": 1,
     "lean_trl.train.schedule": 1,
+    "lean_trl.train.signals": 1,
     "lean_trl.data": 2,
     "lean_trl.ops": 2,
     "lean_trl.model": 3,
@@ -48,6 +49,7 @@ FLOORS = {
     "lean_trl.train.preference": 5,
     "lean_trl.plan": 6,
     "lean_trl.train.loop": 7,
+    "lean_trl.train.resume": 7,
 }
 # Each of these would make `import lean_trl.losses` slow or fragile for outsiders.
 HEAVY = {"transformers", "datasets", "accelerate", "peft", "vllm", "triton", "pyarrow", "pydantic"}

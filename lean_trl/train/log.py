@@ -89,6 +89,15 @@ class StepLog:
                     f"Lower train.learning_rate (now {p.learning_rate:g}), or look at its rows"
                 )
 
+    def state_dict(self) -> dict[str, int]:
+        """The counters, after every step that was taken in."""
+        self.flush()
+        return {"num_tokens": self.num_tokens, "empty_windows": self.empty_windows}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Count on from a checkpoint's counters."""
+        self.num_tokens, self.empty_windows = state["num_tokens"], state["empty_windows"]
+
     def pause(self) -> None:
         """Forget the time since the last flush: something else than training ran."""
         self.flush()

@@ -9,6 +9,7 @@ Run it with `torchrun scripts/train.py recipe.yaml`.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -24,9 +25,18 @@ from lean_trl.data.hub import resolve_model
 from lean_trl.data.tokenizer import Tokenizer, load_tokenizer
 from lean_trl.model.config import read_config
 from lean_trl.model.decoder import CausalLM
-from lean_trl.model.loader import load_model, new_model, save_model
+from lean_trl.model.loader import (
+    fill_model,
+    load_model,
+    new_model,
+    randomise_model,
+    save_model,
+)
 from lean_trl.model.safetensors_io import read_json
 from lean_trl.techniques.apply import apply_techniques
+from lean_trl.techniques.shard import needs_mesh
+from lean_trl.train.checkpoint import Checkpointer
+from lean_trl.train.checkpoint_files import read_manifest
 from lean_trl.train.distributed import World, join_world
 from lean_trl.train.evaluate import evaluate
 from lean_trl.train.log import StepLog
@@ -34,7 +44,9 @@ from lean_trl.train.methods import METHODS
 from lean_trl.train.metrics import MetricsLog
 from lean_trl.train.optim import build_optimizer, set_learning_rate
 from lean_trl.train.progress import Progress
+from lean_trl.train.resume import dry_run, export_weights, open_checkpoints, restore, save
 from lean_trl.train.schedule import lr_factor
+from lean_trl.train.signals import STOP, Signals
 from lean_trl.train.step import train_step
 from lean_trl.types import Method
 
@@ -53,7 +65,9 @@ class Run:
     train_feed: Feed
     eval_feed: Feed | None
     log: StepLog
+    checkpoints: Checkpointer
     step: int = 0  # optimizer steps done
+    saved_step: int = 0  # of the newest checkpoint
 
     def say(self, message: str) -> None:
         """Print on rank 0."""
@@ -65,9 +79,14 @@ def train(config: Config) -> None:
     """Run the settings from start to end: train (or only evaluate) and write `output_dir`."""
     with join_world(config.distributed.timeout_s) as world:
         run = set_up(config, world)
-        report_evaluation(run)
+        if run.step == 0 or config.eval_only:
+            report_evaluation(run)
         if not config.eval_only:
-            fit(run)
+            with Signals(world.group) as signals:
+                stopped = fit(run, signals)
+            if stopped:
+                run.say(f"stopped by SIGTERM after step {run.step}; the same command goes on")
+                raise SystemExit(128 + signal.SIGTERM)
             report_evaluation(run)
             export(run)
         run.log.close()
@@ -75,7 +94,8 @@ def train(config: Config) -> None:
 
 def set_up(config: Config, world: World) -> Run:
     """Everything before the first step, what fails cheaply first."""
-    torch.manual_seed(config.seed)
+    # Dropout differs between ranks; data and new weights have generators of their own.
+    torch.manual_seed(config.seed + world.rank)
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = (
@@ -84,6 +104,8 @@ def set_up(config: Config, world: World) -> Run:
     folder = Path(config.output_dir)
     if world.is_main:
         folder.mkdir(parents=True, exist_ok=True)
+    checkpoints, newest = open_checkpoints(config, world)
+    if world.is_main:
         save_config(config, folder / "config.yaml")
     tokenizer = load_tokenizer(config.model)
     method = METHODS[config.method].bind(config.loss)
@@ -92,11 +114,15 @@ def set_up(config: Config, world: World) -> Run:
     )
     if world.is_main:
         print(report, flush=True)
-    model = open_model(config, world.device)
+    # What is cut into shards gets its weights afterwards: each rank reads its own.
+    model = open_model(config, torch.device("meta") if needs_mesh(config) else world.device)
     around = apply_techniques(model, config)
-    file = MetricsLog(folder / "metrics.jsonl") if world.is_main else None
+    if needs_mesh(config):
+        fill(model, config, torch.device("cpu") if config.memory.cpu_offload else world.device)
+    steps = 0 if newest is None else read_manifest(newest)["step"]
+    file = MetricsLog(folder / "metrics.jsonl", steps) if world.is_main else None
     progress = Progress(train_feed.steps, enabled=world.is_main and config.logging.progress)
-    return Run(
+    run = Run(
         config=config,
         world=world,
         tokenizer=tokenizer,
@@ -107,13 +133,18 @@ def set_up(config: Config, world: World) -> Run:
         train_feed=train_feed,
         eval_feed=eval_feed,
         log=StepLog(file, progress, config.logging.every, world.device),
+        checkpoints=checkpoints,
     )
+    if newest is not None:
+        restore(run, newest)
+    elif not config.eval_only:
+        dry_run(run)
+    return run
 
 
 def open_model(config: Config, device: torch.device) -> CausalLM:
-    """The model of the settings: a folder's or hub id's weights, or the built-in one from the seed."""
-    settings = config.model
-    dtype = settings.dtype
+    """The model of the settings: a folder's or hub id's weights, or the built-in one's."""
+    settings, dtype = config.model, config.train.param_dtype
     if settings.path is None:
         raw = read_json(builtin.model_folder() / "config.json")
         return new_model(raw, config.seed, dtype=dtype, device=device, attention=settings.attention)
@@ -127,9 +158,20 @@ def open_model(config: Config, device: torch.device) -> CausalLM:
     return load_model(folder, dtype=dtype, device=device, attention=settings.attention)
 
 
-def fit(run: Run) -> None:
-    """One optimizer step for each window of the feed."""
-    settings, steps = run.config.train, run.train_feed.steps
+def fill(model: CausalLM, config: Config, device: torch.device) -> None:
+    """Weights for a model that open_model left on meta."""
+    if config.model.path is None:
+        randomise_model(model, config.seed, device)
+    else:
+        fill_model(model, resolve_model(config.model.path, config.model.revision), device)
+
+
+def fit(run: Run, signals: Signals) -> bool:
+    """One optimizer step for each window of the feed; True when a signal ended it early.
+
+    The last step is saved in any case.
+    """
+    settings, steps, every = run.config.train, run.train_feed.steps, run.config.checkpoint.every
     run.model.train()
     run.log.pause()
     for window in run.train_feed:
@@ -157,7 +199,16 @@ def fit(run: Run) -> None:
         )
         if settings.eval_every and run.step % settings.eval_every == 0 and run.step != steps:
             report_evaluation(run)
+        asked = signals.agreed()
+        if asked or (every and run.step % every == 0):
+            save(run)
+        if asked == STOP and run.step != steps:
+            run.checkpoints.wait()
+            return True
+    save(run)
+    run.checkpoints.wait()
     run.log.flush()
+    return False
 
 
 def report_evaluation(run: Run) -> None:
@@ -177,7 +228,8 @@ def export(run: Run) -> None:
     if not run.config.checkpoint.export_hf:
         return
     folder = Path(run.config.output_dir) / "model"
+    weights = export_weights(run)
     if run.world.is_main:
-        save_model(run.model, folder)
+        save_model(run.model, folder, weights=weights)
         run.tokenizer.save(folder)
     run.say(f"model written to {folder}")

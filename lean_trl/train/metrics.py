@@ -101,11 +101,18 @@ class Meter:
 class MetricsLog:
     """metrics.jsonl: one JSON object a step, flushed at once so that a killed run keeps its lines.
 
-    NaN and infinities are written as null: they are not JSON.
+    NaN and infinities are written as null: they are not JSON. steps: how many the run has done; the
+    lines of later ones, which a run that ended abruptly left behind, are dropped.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, steps: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [line for line in lines if steps and _step_of(line) <= steps]
+            partial = path.with_name(path.name + ".partial")
+            partial.write_text("".join(kept), encoding="utf-8")
+            partial.replace(path)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
@@ -118,3 +125,11 @@ class MetricsLog:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _step_of(line: str) -> float:
+    """inf for a line that was cut off."""
+    try:
+        return json.loads(line)["step"]
+    except ValueError:
+        return math.inf

@@ -1,0 +1,135 @@
+"""A run and its checkpoints: which one it continues, what is put back, what is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from lean_trl.config import Config
+from lean_trl.techniques.shard import DTYPES
+from lean_trl.train.checkpoint import Checkpointer
+from lean_trl.train.checkpoint_files import read_manifest
+from lean_trl.train.distributed import World
+from lean_trl.train.snapshot import model_tensors, run_tensors, set_generators, tensors_to_load
+
+if TYPE_CHECKING:
+    from lean_trl.train.loop import Run
+
+# What may change between the parts of a run: how it is cut, shown and stored, and how far it goes.
+FREE = {
+    "output_dir",
+    "eval_only",
+    "checkpoint",
+    "distributed",
+    "logging",
+    "memory",
+    "model.attention",
+    "data.eval_path",
+    "data.eval_split",
+    "train.micro_batch_size",
+    "train.max_tokens_per_micro_batch",
+    "train.gradient_accumulation_steps",
+    "train.max_steps",
+    "train.num_epochs",
+    "train.eval_every",
+    "train.deterministic",
+}
+
+
+def open_checkpoints(config: Config, world: World) -> tuple[Checkpointer, Path | None]:
+    """The run's checkpoints, and the one to continue from.
+
+    Raises ValueError when the newest was saved with settings that give other results.
+    """
+    folder = Path(config.output_dir) / "checkpoints"
+    group, settings = world.group, config.checkpoint
+    if settings.async_save and group is not None:
+        group = dist.new_group(backend="gloo")  # a thread of its own needs a group of its own
+    checkpointer = Checkpointer(
+        folder, group=group, keep=settings.keep, background=settings.async_save
+    )
+    if settings.resume == "never":
+        if world.is_main and folder.is_dir() and any(folder.iterdir()):
+            print(f"starting anew; earlier checkpoints are now {_set_aside(folder)}", flush=True)
+        return checkpointer, None
+    path = checkpointer.newest()
+    if path is not None and settings.resume == "auto":
+        changed = list(_changes(read_manifest(path)["state"]["config"], asdict(config)))
+        if changed:
+            raise ValueError(
+                f"{path} was saved with other settings: {'; '.join(changed)}. Set "
+                "checkpoint.resume to always (continue with the new ones) or never (start anew), "
+                "or set another output_dir"
+            )
+    return checkpointer, path
+
+
+def restore(run: Run, path: Path) -> None:
+    """Put back what `save` saved: the run goes on as if it had not stopped."""
+    tensors = tensors_to_load(path, run.model, run.optimizer, run.world.rank)
+    state = run.checkpoints.load(path, tensors)
+    set_generators(tensors, run.world.rank)
+    run.train_feed.load_state_dict(state["feed"])
+    run.log.load_state_dict(state["log"])
+    run.step = run.saved_step = state["step"]
+    run.say(f"resumed from {path}")
+
+
+def save(run: Run) -> None:
+    """Write a checkpoint of the step that is done, unless there is one."""
+    if run.saved_step == run.step:
+        return
+    state = {
+        "step": run.step,
+        "feed": run.train_feed.state_dict(),
+        "log": run.log.state_dict(),
+        "config": asdict(run.config),
+    }
+    tensors = run_tensors(run.model, run.optimizer, run.world.rank)
+    run.checkpoints.save(run.step, tensors, state)
+    run.saved_step = run.step
+    run.log.pause()
+
+
+def dry_run(run: Run) -> None:
+    """Fail before the first step where the first save would. AdamW holds two moments a weight."""
+    weights = model_tensors(run.model).values()
+    trained = (p for p in run.model.parameters() if p.requires_grad)
+    size = sum(w.numel() * w.element_size() for w in weights)
+    run.checkpoints.dry_run(size + sum(2 * p.numel() * p.element_size() for p in trained))
+
+
+def export_weights(run: Run) -> dict[str, torch.Tensor]:
+    """{parameter: whole tensor in model.dtype, on the CPU} on rank 0. All ranks call it."""
+    dtype = DTYPES[run.config.model.dtype]
+    whole = {}
+    for name, weight in model_tensors(run.model).items():
+        full = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        if run.world.is_main:
+            whole[name.removeprefix("model.")] = full.to("cpu", dtype)
+    return whole
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """What differs in keys that are not free."""
+    for key in sorted({*before, *now}):
+        path, old, new = f"{prefix}{key}", before.get(key), now.get(key)
+        if path in FREE or old == new:
+            continue
+        if isinstance(old, Mapping) and isinstance(new, Mapping) and not prefix:
+            yield from _changes(old, new, f"{path}.")
+        else:
+            yield f"{path} was {old!r}, is {new!r}"
+
+
+def _set_aside(folder: Path) -> Path:
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    return folder.rename(aside)
