@@ -132,7 +132,7 @@ def test_a_default_by_method_fills_a_missing_value_and_leaves_shared_sections_al
             "did you mean cosine?",
         ),
         ("--train=3", "train: got '3', expected a section, a map of keys"),
-        ("--data.columns=x", "data.columns: got 'x', expected map of text to text | null"),
+        ("--data.columns=x", "data.columns: got 'x', expected map of text to anything | null"),
     ],
 )
 def test_one_wrong_override_has_one_answer(argument, answer):
@@ -156,7 +156,6 @@ def test_wrong_types_in_a_recipe_are_shown_as_they_are():
         "train.batch_size: got [1] (list), expected int >= 1 | null",
         "model.revision: got 12345 (int), expected text | null; quote it",
         "data.shuffle: got 1 (int), expected true or false",
-        "data.columns: got {'prompt': 3} (dict), expected map of text to text | null",
         "seed: got null, expected int >= 0",
         "nonsense: unknown key; known in a recipe: method, output_dir, seed, eval_only, model, "
         "data, loss, train, memory, distributed, checkpoint, logging",

@@ -128,11 +128,11 @@ def build_batch(
     )
 
 
-def filler_batch(device: torch.device | str = "cpu") -> Batch:
+def filler_batch(device: torch.device | str = "cpu", *, mismatched: bool = False) -> Batch:
     """A micro-batch that counts for nothing: one unscored token, no sequence.
 
-    It lets every rank run as many micro-batches. It carries every extra, empty, so any objective
-    can read what it needs.
+    It lets every rank run as many micro-batches. mismatched: it has such a batch beside it. It
+    carries every extra, empty, so any objective can read what it needs.
 
     >>> filler_batch().totals["processed"], filler_batch().num_tokens
     (0, 1)
@@ -155,6 +155,7 @@ def filler_batch(device: torch.device | str = "cpu") -> Batch:
         lengths=(),
         units=(),
         num_real_tokens=0,
+        mismatched=filler_batch(device) if mismatched else None,
     )
 
 

@@ -9,14 +9,40 @@ templates that is the same few words in every row.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import tokenizers
 
-from lean_trl.data.examples import Piece
+from lean_trl.data.drafts import Piece, Span
+from lean_trl.data.spans import common_characters
 from lean_trl.data.tokenizer import Tokenizer
 
 Encoded = tuple[np.ndarray, np.ndarray]  # ids int32 [n], scored bool [n]
+
+
+@dataclass
+class _Text:
+    """An encoded text: its ids and, when asked for, where each token lies in it."""
+
+    ids: np.ndarray  # int32 [n]
+    encoding: tokenizers.Encoding | None = None
+    known_offsets: np.ndarray | None = None  # int64 [n, 2]; characters
+
+    def offsets(self) -> np.ndarray:
+        if self.known_offsets is None:
+            assert self.encoding is not None
+            self.known_offsets = np.array(self.encoding.offsets, np.int64).reshape(-1, 2)
+        return self.known_offsets
+
+    def span(self, index: int) -> Span:
+        """Characters of one token."""
+        if self.encoding is not None:
+            chars = self.encoding.token_to_chars(index)
+            assert chars is not None
+            return chars
+        start, stop = self.offsets()[index].tolist()
+        return start, stop
 
 
 class Encoder:
@@ -24,84 +50,106 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        backend = tokenizer.backend
-        self._added = np.array(sorted(backend.get_added_tokens_decoder()), np.int64)
+        self._backend = tokenizer.backend
+        size = max(self._backend.get_added_tokens_decoder(), default=-1) + 1
+        self._is_added = np.zeros(max(size, self._backend.get_vocab_size()) + 1, bool)
+        self._is_added[list(self._backend.get_added_tokens_decoder())] = True
         self._ends: dict[str, np.ndarray] = {}
+        self._ordinary: tokenizers.Tokenizer | None = None
 
     def encode(self, pieces: Sequence[Piece]) -> list[Encoded]:
         """Ids and scored of each piece, in order."""
-        texts = [piece.text for piece in pieces]
-        backend = self.tokenizer.backend
-        if any(piece.prompt is not None or piece.spans is not None for piece in pieces):
-            encodings = backend.encode_batch(texts)
-        else:
-            encodings = backend.encode_batch_fast(texts)  # without offsets
-        ids = [np.array(encoding.ids, np.int32) for encoding in encodings]
-        self._learn_ends(
-            [
-                self._end_of_prompt(p, e, i)[0]
-                for p, e, i in zip(pieces, encodings, ids, strict=True)
-            ]
-        )
-        return [self._finish(*triple) for triple in zip(pieces, encodings, ids, strict=True)]
+        texts = self._encode_texts(pieces)
+        ends = [
+            None if piece.prompt is None else self._end_of_prompt(piece, piece.prompt, text)
+            for piece, text in zip(pieces, texts, strict=True)
+        ]
+        self._learn([end[0] for end in ends if end is not None])
+        return [self._finish(*triple) for triple in zip(pieces, texts, ends, strict=True)]
 
-    def _finish(self, piece: Piece, encoding: tokenizers.Encoding, ids: np.ndarray) -> Encoded:
+    def _encode_texts(self, pieces: Sequence[Piece]) -> list[_Text]:
+        texts = [piece.text for piece in pieces]
+        if any(piece.prompt is not None or piece.spans is not None for piece in pieces):
+            encodings = self._backend.encode_batch(texts)
+            encoded = [_Text(np.array(e.ids, np.int32), e) for e in encodings]
+        else:
+            encodings = self._backend.encode_batch_fast(texts)  # without offsets
+            encoded = [_Text(np.array(e.ids, np.int32)) for e in encodings]
+        for i, piece in enumerate(pieces):
+            if piece.literal:
+                encoded[i] = self._encode_around(piece.text, piece.literal)
+        return encoded
+
+    def _encode_around(self, text: str, literal: Sequence[Span]) -> _Text:
+        """A text with parts that look like special tokens but are ordinary characters."""
+        if self._ordinary is None:
+            self._ordinary = tokenizers.Tokenizer.from_str(self._backend.to_str())
+            self._ordinary.encode_special_tokens = True
+        ids: list[int] = []
+        offsets: list[Span] = []
+        position = 0
+        for start, stop in [*literal, (len(text), len(text))]:
+            parts = ((self._backend, position, start), (self._ordinary, start, stop))
+            for backend, low, high in parts:
+                encoding = backend.encode(text[low:high])
+                ids += encoding.ids
+                offsets += [(a + low, b + low) for a, b in encoding.offsets]
+            position = stop
+        return _Text(np.array(ids, np.int32), None, np.array(offsets, np.int64).reshape(-1, 2))
+
+    def _end_of_prompt(self, piece: Piece, prompt: str, text: _Text) -> tuple[str, int]:
+        """(the prompt from its last special token on, that token's index in the whole)."""
+        common = len(prompt)
+        if not piece.text.startswith(prompt):
+            common = common_characters(prompt, piece.text)
+        for index in np.flatnonzero(self._is_added[text.ids])[::-1].tolist():
+            start, stop = text.span(index)
+            if stop <= common:
+                return prompt[start:], index
+        return prompt, 0
+
+    def _learn(self, ends: Sequence[str]) -> None:
+        if len(self._ends) > 4096:  # plain prompts all differ: nothing to remember
+            self._ends.clear()
+        new = [end for end in dict.fromkeys(ends) if end not in self._ends]
+        for end, encoding in zip(new, self._backend.encode_batch_fast(new), strict=True):
+            self._ends[end] = np.array(encoding.ids, np.int32)
+
+    def _finish(self, piece: Piece, text: _Text, end: tuple[str, int] | None) -> Encoded:
         if piece.ids is not None:
             assert piece.scored is not None
             return piece.ids, piece.scored
+        ids = text.ids
         scored = np.ones(len(ids), bool)
-        if piece.prompt is not None:
-            scored[: self._prompt_length(piece, encoding, ids)] = False
+        if end is not None:
+            prompt_end, start = end
+            scored[: start + common_prefix(self._ends[prompt_end], ids[start:])] = False
         elif piece.spans is not None:
-            scored = _covered(encoding, piece.spans)
-        return (
-            self._with_special(ids, scored, piece.prompt is not None)
-            if piece.plain
-            else (ids, scored)
+            scored = _covered(text.offsets(), piece.spans)
+        before = np.array(self.tokenizer.prefix if piece.bos else (), np.int32)
+        if np.array_equal(ids[: len(before)], before):
+            before = before[:0]  # the text has its own
+        after = np.array(self._ending(ids) if piece.eos else (), np.int32)
+        whole = np.concatenate([before, ids, after])
+        return whole, np.concatenate(
+            [np.full(len(before), end is None), scored, np.ones(len(after), bool)]
         )
 
-    def _prompt_length(self, piece: Piece, encoding: tokenizers.Encoding, ids: np.ndarray) -> int:
-        """Tokens that prompt and whole have in common."""
-        end, start = self._end_of_prompt(piece, encoding, ids)
-        assert end is not None
-        return start + common_prefix(self._ends[end], ids[start:])
+    def _ending(self, ids: np.ndarray) -> tuple[int, ...]:
+        """What a plain text still needs: the tokenizer's own suffix, and EOS once."""
+        suffix, eos = self.tokenizer.suffix, self.tokenizer.eos_id
+        last = suffix[-1] if suffix else ids[-1] if len(ids) else None
+        return suffix if eos is None or last == eos else (*suffix, eos)
 
-    def _end_of_prompt(
-        self, piece: Piece, encoding: tokenizers.Encoding, ids: np.ndarray
-    ) -> tuple[str | None, int]:
-        """(the prompt's text from its last special token on, that token's index in the whole)."""
-        if piece.prompt is None:
-            return None, 0
-        common = len(piece.prompt)
-        if not piece.text.startswith(piece.prompt):
-            common = _common_characters(piece.prompt, piece.text)
-        for index in np.flatnonzero(np.isin(ids, self._added))[::-1].tolist():
-            chars = encoding.token_to_chars(index)
-            assert chars is not None
-            start, stop = chars
-            if stop <= common:
-                return piece.prompt[start:], index
-        return piece.prompt, 0
 
-    def _learn_ends(self, ends: Sequence[str | None]) -> None:
-        new = list(dict.fromkeys(end for end in ends if end is not None and end not in self._ends))
-        if len(self._ends) > 4096:  # plain prompts all differ: nothing to remember
-            self._ends = {end: self._ends[end] for end in ends if end in self._ends}
-        for end, encoding in zip(new, self.tokenizer.backend.encode_batch_fast(new), strict=True):
-            self._ends[end] = np.array(encoding.ids, np.int32)
+def align_pair(pair: Sequence[Encoded]) -> list[Encoded]:
+    """Score two answers to one prompt from the same token on:
 
-    def _with_special(self, ids: np.ndarray, scored: np.ndarray, has_prompt: bool) -> Encoded:
-        """BOS once where the tokenizer adds it, EOS once at the end."""
-        t = self.tokenizer
-        before = np.array(t.prefix, np.int32)
-        if np.array_equal(ids[: len(before)], before):
-            before = before[:0]
-        after = np.array(t.suffix, np.int32)
-        last = after[-1] if len(after) else ids[-1] if len(ids) else None
-        if t.eos_id is not None and last != t.eos_id:
-            after = np.append(after, np.int32(t.eos_id))
-        scores = [np.full(len(before), not has_prompt), scored, np.ones(len(after), bool)]
-        return np.concatenate([before, ids, after]), np.concatenate(scores)
+    where their ids leave the prompt's first.
+    """
+    starts = [int(np.argmax(scored)) for _, scored in pair if scored.any()]
+    first = min(starts, default=max(len(ids) for ids, _ in pair))
+    return [(ids, np.arange(len(ids)) >= first) for ids, _ in pair]
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
@@ -111,21 +159,8 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     return int(differ[0]) if len(differ) else n
 
 
-def _common_characters(a: str, b: str) -> int:
-    """Length of the common prefix of two texts, by bisection on slices."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _covered(encoding: tokenizers.Encoding, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+def _covered(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
     """bool [n]: tokens with a character in one of the spans."""
-    offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
     scored = np.zeros(len(offsets), bool)
     for start, stop in spans:
         first = np.searchsorted(offsets[:, 1], start, side="right")

@@ -7,6 +7,7 @@ for window in train_feed: ...
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,37 +15,37 @@ import numpy as np
 
 from lean_trl.config import Config, DataConfig, units_per_step
 from lean_trl.data.batch import build_batch, filler_batch
-from lean_trl.data.examples import Reading
-from lean_trl.data.hub import resolve_dataset
-from lean_trl.data.plan import Cut, Schedule, Table, Window, cut_window
-from lean_trl.data.prepare import Prepared, prepare, truncate
-from lean_trl.data.rows import find_files
-from lean_trl.data.store import Store
+from lean_trl.data.drafts import Reading
+from lean_trl.data.items import Items, make_items
+from lean_trl.data.plan import Cut, Schedule, Window, cut_window, mix
+from lean_trl.data.prepare import Prepared, prepare
+from lean_trl.data.report import describe
+from lean_trl.data.sources import Source, resolve_sources
 from lean_trl.data.tokenizer import Tokenizer
-from lean_trl.types import Batch
+from lean_trl.types import Batch, Example
 
 
 class Feed:
     """Windows of one rank, in order; continues where load_state_dict says.
 
-    `offsets` [I + 1] says which sequences of `store` each item holds.
+    layout: arguments of build_batch. mismatch: give every batch the completions of other rows too,
+    for KTO.
     """
 
     def __init__(
         self,
-        store: Store,
-        offsets: np.ndarray,
+        items: Items,
         cut: Cut,
         schedule: Schedule,
+        *,
         rank: int = 0,
         layout: Mapping[str, Any] | None = None,
+        mismatch: bool = False,
     ) -> None:
-        self.store, self.offsets, self.rank = store, offsets, rank
-        self.cut, self.schedule = cut, schedule
-        self.layout = dict(layout or {})  # arguments of build_batch
-        self.table = _table(store, offsets)
+        self.items, self.cut, self.schedule, self.rank = items, cut, schedule, rank
+        self._layout, self._mismatch = dict(layout or {}), mismatch
         self._next = 0
-        longest = int(self.table.tokens.max())
+        longest = int(items.table.counts["processed"].max())
         if cut.max_tokens is not None and longest > cut.max_tokens:
             raise ValueError(
                 f"train.max_tokens_per_micro_batch {cut.max_tokens} is less than the longest item, "
@@ -64,31 +65,34 @@ class Feed:
 
     def __iter__(self) -> Iterator[Window]:
         for items in self.schedule.windows(self._next):
-            mine = cut_window(items, self.table, self.cut)[self.rank]
+            mine = cut_window(items, self.items.table, self.cut)[self.rank]
+            others = dict(zip(items.tolist(), np.roll(items, 1).tolist(), strict=True))
             window = Window(
-                [self._batch(chunk) for chunk in mine],
-                self.table.totals(items),
+                [self._batch(chunk, others) for chunk in mine],
+                self.items.table.totals(items),
                 self.schedule.epoch_after(self._next),
             )
             self._next += 1
             yield window
 
-    def _batch(self, items: np.ndarray) -> Batch:
+    def _batch(self, items: np.ndarray, others: Mapping[int, int]) -> Batch:
         if not len(items):
-            return filler_batch()
-        sequences = [s for i in items for s in range(self.offsets[i], self.offsets[i + 1])]
-        return build_batch([self.store[s] for s in sequences], **self.layout)
+            return filler_batch(mismatched=self._mismatch)
+        store, offsets = self.items.store, self.items.offsets
+        examples = [store[s] for i in items for s in range(offsets[i], offsets[i + 1])]
+        batch = build_batch(examples, **self._layout)
+        if not self._mismatch:
+            return batch
+        swapped = [swap_completion(store[i], store[others[i]]) for i in items.tolist()]
+        return replace(batch, mismatched=build_batch(swapped, **self._layout))
 
     def state_dict(self) -> dict[str, Any]:
         """Where the windows taken so far have led:
 
-        all that resuming needs, beside the same data and settings.
+        with the same data and settings, all that resuming needs.
         """
-        return {
-            "next_window": self._next,
-            "items": len(self.table),
-            "tokens": int(self.table.tokens.sum()),
-        }
+        tokens = int(self.items.table.counts["processed"].sum())
+        return {"next_window": self._next, "items": len(self.items), "tokens": tokens}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the windows that `state` has seen.
@@ -114,16 +118,13 @@ class EvalFeed(Feed):
         return super().__iter__()
 
 
-def _table(store: Store, offsets: np.ndarray) -> Table:
-    lengths, first = store.lengths, offsets[:-1]
-    sequences = np.diff(offsets)
-    return Table(
-        tokens=np.add.reduceat(lengths, first),
-        scored=np.add.reduceat(store.count_scored(), first),
-        sequences=sequences,
-        pairs=sequences // 2 if store.paired else np.zeros_like(sequences),
-        cost=np.add.reduceat(lengths * lengths, first),
-    )
+def swap_completion(example: Example, other: Example) -> Example:
+    """The prompt of `example` with the completion of `other`."""
+    assert example.scored is not None and other.scored is not None
+    prompt = len(example) - example.num_scored
+    completion = other.input_ids[len(other) - other.num_scored :]
+    ids = np.concatenate([example.input_ids[:prompt], completion])
+    return Example(ids, np.arange(len(ids)) >= prompt, source=example.source)
 
 
 def open_feeds(
@@ -135,67 +136,48 @@ def open_feeds(
     be trained on.
     """
     data, train = config.data, config.train
-    layout = {"padding_free": data.padding_free}
-    prepared = _prepare(data, data.path, data.split, kind, tokenizer)
-    store, lost = truncate(prepared, data.max_length, data.truncation_mode)
-    report = _report("train", prepared, store, lost)
-    offsets = _item_offsets(store, prepared)
+    cut = Cut(train.micro_batch_size, train.max_tokens_per_micro_batch, world_size)
+    layout = {"padding_free": data.padding_free, "pad_to_multiple_of": data.pad_to_multiple_of}
+    options: dict[str, Any] = {"rank": rank, "layout": layout, "mismatch": kind == "unpaired"}
+
+    sources, prepared = _prepare(data, kind, tokenizer)
+    items = make_items(prepared, data, kind, packing=data.packing)
+    weights = [source.weight for source in sources if source.weight is not None]
+    mixture = mix(items.source, weights or None, data.shuffle, config.seed)
     window_size = units_per_step(train, world_size)
-    num_items = len(offsets) - 1
-    steps = train.max_steps or -(-num_items // window_size) * train.num_epochs
-    feed = Feed(
-        store,
-        offsets,
-        Cut(train.micro_batch_size, train.max_tokens_per_micro_batch, world_size),
-        Schedule(num_items, window_size, steps, data.shuffle, config.seed),
-        rank,
-        layout,
-    )
+    steps = train.max_steps or -(-mixture.num_items // window_size) * train.num_epochs
+    feed = Feed(items, cut, Schedule(mixture, window_size, steps), **options)
+    report = describe("train", items, mixture, sources, prepared.formats, data, train)
     if data.eval_path is None and data.eval_split is None:
         return feed, None, report
-    held_out = _prepare(data, data.eval_path or data.path, data.eval_split, kind, tokenizer)
-    store, lost = truncate(held_out, data.max_length, data.truncation_mode)
-    offsets = _item_offsets(store, held_out)
+
+    sources, prepared = _prepare(data, kind, tokenizer, held_out=True)
+    items = make_items(prepared, data, kind, packing=False)
+    mixture = mix(items.source, None, False, 0)
     size = train.micro_batch_size * world_size
-    eval_feed = EvalFeed(
-        store,
-        offsets,
-        Cut(train.micro_batch_size, train.max_tokens_per_micro_batch, world_size),
-        Schedule(len(offsets) - 1, size, -(-(len(offsets) - 1) // size), False, 0),
-        rank,
-        layout,
-    )
-    return feed, eval_feed, report + "\n" + _report("eval", held_out, store, lost)
+    schedule = Schedule(mixture, size, -(-mixture.num_items // size))
+    eval_feed = EvalFeed(items, cut, schedule, **options)
+    held_out = describe("eval", items, mixture, sources, prepared.formats, data, train)
+    return feed, eval_feed, f"{report}\n{held_out}"
 
 
 def _prepare(
-    data: DataConfig, path: str | None, split: str | None, kind: str, tokenizer: Tokenizer
-) -> Prepared:
-    reading = Reading(
+    data: DataConfig, kind: str, tokenizer: Tokenizer, *, held_out: bool = False
+) -> tuple[list[Source], Prepared]:
+    path, split = data.path, data.split
+    if held_out:
+        path, split = data.eval_path or data.path, data.eval_split
+    sources = resolve_sources(path, split, data.revision)
+    cache = Path(data.cache_dir).expanduser() if data.cache_dir else Path.home() / ".cache/lean_trl"
+    return sources, prepare(sources, reading(data, kind), tokenizer, cache)
+
+
+def reading(data: DataConfig, kind: str) -> Reading:
+    """How the settings say that rows are read."""
+    return Reading(
         kind,
         text_column=data.text_column or "text",
         columns=data.columns,
         completion_only_loss=data.completion_only_loss,
         assistant_only_loss=data.assistant_only_loss,
     )
-    return prepare(find_files(Path(resolve_dataset(path)), split), reading, tokenizer)
-
-
-def _item_offsets(store: Store, prepared: Prepared) -> np.ndarray:
-    if not len(store):
-        raise ValueError(
-            f"none of the {prepared.rows} rows has anything to train on:\n  "
-            + "\n  ".join(prepared.drops.lines())
-        )
-    return np.arange(0, len(store) + 1, 2 if store.paired else 1)
-
-
-def _report(name: str, prepared: Prepared, store: Store, lost: int) -> str:
-    tokens, scored = int(store.lengths.sum()), int(store.count_scored().sum())
-    items = len(store) // (2 if store.paired else 1)
-    lines = [
-        f"{name} data: {items} of {prepared.rows} rows, {tokens} tokens, {scored} supervised "
-        f"({scored / max(tokens, 1):.1%}), {lost} cut off ({lost / max(tokens + lost, 1):.1%})",
-        *(f"  {line}" for line in prepared.drops.lines()),
-    ]
-    return "\n".join(lines)

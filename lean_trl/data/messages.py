@@ -82,6 +82,15 @@ def _read_content(content: Any, field: str) -> str:
     return "".join(texts)
 
 
+def check_characters(text: str, name: str) -> None:
+    """Raises RowError for a text that cannot be encoded."""
+    if not text.isascii():
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RowError(f"{name} holds half of a surrogate pair") from error
+
+
 def read_tools(value: Any) -> list[Any] | None:
     """The row's `tools`: a list, or its JSON text."""
     if isinstance(value, str):

@@ -58,7 +58,7 @@ class Bins(Sequence):
     def __len__(self) -> int:
         return len(self._packing.bin_offsets) - 1
 
-    def __getitem__(self, b):  # type: ignore[no-untyped-def]
+    def __getitem__(self, b):
         if isinstance(b, slice):
             return [self[i] for i in range(*b.indices(len(self)))]
         if not -len(self) <= b < len(self):
@@ -100,7 +100,7 @@ def pack(lengths: Sequence[int] | np.ndarray, max_length: int, strategy: str = "
         if strategy == "bfd":
             length = np.minimum(length, max_length)
         else:
-            piece, start, length = _fragments(length, max_length)
+            piece, start, length = fragments(length, max_length)
             document = document[piece]
     bins, order = _best_fit_decreasing(length, max_length)
     placed = order[stable_argsort(bins)]
@@ -115,7 +115,7 @@ def pack(lengths: Sequence[int] | np.ndarray, max_length: int, strategy: str = "
     )
 
 
-def _fragments(lengths: np.ndarray, max_length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def fragments(lengths: np.ndarray, max_length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Every document cut into full pieces and a shorter last one: (document, start, length)."""
     pieces = -(-lengths // max_length)
     document = np.repeat(np.arange(len(lengths)), pieces)

@@ -1,90 +1,161 @@
-"""Files of rows -> a Store, with an account of what was kept and what was not."""
+"""Files of rows -> a Store in the cache, made once and by one process.
+
+The cache folder of a data set is named by a fingerprint of all that its contents depend on: files,
+tokenizer, template and how rows are read. Truncation and packing come after it, so changing
+max_length prepares nothing again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import date
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
-from lean_trl.data.encode import Encoder
-from lean_trl.data.examples import ACCEPTED, Draft, Reading, read_row
+from lean_trl.data.drafts import Draft, Reader, Reading
+from lean_trl.data.encode import Encoder, align_pair
+from lean_trl.data.examples import ACCEPTED, UNSCORED, read_row
 from lean_trl.data.messages import RowError
 from lean_trl.data.rows import Row, read_rows
-from lean_trl.data.store import Store
+from lean_trl.data.sources import Source
+from lean_trl.data.store import Store, StoreWriter, load_store
 from lean_trl.data.tokenizer import Tokenizer
 
 BLOCK = 2048  # rows encoded at a time: enough for all cores, little memory
-
-Source = tuple[str, int]  # file, row
+VERSION = 1  # of the cache; raise it when the same rows would give other tokens
 
 
 @dataclass
 class Drops:
-    """Rows left out: per reason how many, and the first one."""
+    """Rows left out: per reason how many, and the file and row of the first."""
 
     count: dict[str, int] = field(default_factory=dict)
-    first: dict[str, Source] = field(default_factory=dict)
+    first: dict[str, tuple[str, int]] = field(default_factory=dict)
 
-    def add(self, reason: str, source: Source, count: int = 1) -> None:
+    def add(self, reason: str, source: tuple[str, int], count: int = 1) -> None:
         """Count rows that were left out for `reason`; `source` is the first of them."""
         self.count[reason] = self.count.get(reason, 0) + count
         self.first.setdefault(reason, source)
 
-    def lines(self) -> list[str]:
+    def copy(self) -> Drops:
+        """One that can be added to without changing this one."""
+        return Drops(dict(self.count), dict(self.first))
+
+    def lines(self, rows: int) -> list[str]:
         """One line for each reason."""
         return [
-            f"{count} dropped: {reason} (first: {self.first[reason][0]}, row "
-            f"{self.first[reason][1]})"
+            f"{count} of {rows} rows dropped: {reason} "
+            f"(first: {self.first[reason][0]}, row {self.first[reason][1]})"
             for reason, count in self.count.items()
         ]
 
 
 @dataclass
 class Prepared:
-    """A store and where it came from."""
+    """A store and an account of where it came from."""
 
     store: Store
     rows: int  # read
     drops: Drops
+    formats: dict[str, int]  # rows of each format
 
 
-def prepare(files: Iterable[Path], reading: Reading, tokenizer: Tokenizer) -> Prepared:
-    """Read, render and encode all rows of `files`.
+def prepare(
+    sources: Sequence[Source],
+    reading: Reading,
+    tokenizer: Tokenizer,
+    cache: Path,
+    *,
+    progress: bool = True,
+) -> Prepared:
+    """All rows of `sources` read, rendered and encoded; from the cache when they have been before.
 
-    Raises ValueError when no row can be used, with the columns found and the formats accepted.
+    Several processes may ask at once: one prepares, the others wait for it. A process that dies
+    leaves nothing behind that would be taken for finished. Raises ValueError when no row can be
+    used, naming the columns found and the formats accepted.
     """
-    files = [Path(file) for file in files]
-    drops, builder = Drops(), _Builder()
-    encoder = Encoder(tokenizer)
+    folder = cache / fingerprint(sources, reading, tokenizer)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        lock = open(folder.with_suffix(".lock"), "w")
+    except OSError as error:
+        raise ValueError(
+            f"the cache {cache} cannot be written ({error}): set data.cache_dir"
+        ) from error
+    with lock:
+        # The kernel drops the lock when its holder dies, so nobody waits for a dead process.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            draft = folder.with_suffix(f".{os.getpid()}")
+            draft.mkdir()
+            try:
+                account = _write(draft, sources, reading, tokenizer, progress)
+                (draft / "account.json").write_text(json.dumps(account), encoding="utf-8")
+                draft.rename(folder)
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
+    account = json.loads((folder / "account.json").read_text(encoding="utf-8"))
+    first = {reason: (file, row) for reason, (file, row) in account["first"].items()}
+    drops = Drops(account["count"], first)
+    return Prepared(load_store(folder), account["rows"], drops, account["formats"])
+
+
+def fingerprint(sources: Sequence[Source], reading: Reading, tokenizer: Tokenizer) -> str:
+    """Hex digits that change with whatever the prepared tokens depend on."""
+    stats = [[_stat(file) for file in source.files] for source in sources]
+    template = tokenizer.chat.source if tokenizer.chat else None
+    today = str(date.today()) if template and "strftime_now" in template else None
+    parts = [VERSION, stats, asdict(reading), tokenizer.identity, template, today]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _stat(file: Path) -> tuple[str, int, int]:
+    stat = file.stat()
+    return str(file.resolve()), stat.st_size, stat.st_mtime_ns
+
+
+def _write(
+    folder: Path, sources: Sequence[Source], reading: Reading, tokenizer: Tokenizer, progress: bool
+) -> dict[str, Any]:
+    """Encode everything into `folder` and return the account."""
+    reader, encoder = Reader(reading, tokenizer), Encoder(tokenizer)
+    drops, formats = Drops(), Counter[str]()
     columns: set[str] = set()
     rows = 0
-    for number, path in enumerate(files):
-        for block in _blocks(enumerate(read_rows(path))):
-            drafts: list[tuple[int, Draft]] = []
-            for index, row in block:
-                rows += 1
-                if len(columns) < 100:
-                    columns.update(row)
-                try:
-                    drafts += [(index, draft) for draft in read_row(row, reading, tokenizer)]
-                except RowError as error:
-                    drops.add(error.reason, (str(path), index))
-            encoded = iter(encoder.encode([piece for _, draft in drafts for piece in draft.pieces]))
-            for index, draft in drafts:
-                builder.add(draft, list(islice(encoded, len(draft.pieces))), number, index)
-    if not builder.start:
-        raise ValueError(
-            f"no usable row in {', '.join(map(str, files[:3]))}{' ...' if len(files) > 3 else ''} "
-            f"({rows} read): "
-            f"columns found: {', '.join(sorted(columns)) or 'none'}; "
-            f"accepted for {reading.kind}: {ACCEPTED[reading.kind]}"
-            + "".join(f"\n  {line}" for line in drops.lines())
-        )
-    return Prepared(builder.store(tuple(map(str, files))), rows, drops)
+    bar = tqdm(desc="preparing data", unit=" rows", disable=None if progress else True, delay=1)
+    files = [file for source in sources for file in source.files]
+    numbers = [number for number, source in enumerate(sources) for _ in source.files]
+    with bar, StoreWriter(folder, [str(file) for file in files], numbers) as writer:
+        for number, path in enumerate(files):
+            for block in _blocks(enumerate(read_rows(path))):
+                drafts: list[tuple[int, Draft]] = []
+                for index, row in block:
+                    if len(columns) < 100:
+                        columns.update(row)
+                    try:
+                        form, read = read_row(row, reader)
+                    except RowError as error:
+                        drops.add(error.reason, (str(path), index))
+                        continue
+                    formats[form] += 1
+                    drafts += [(index, draft) for draft in read]
+                _encode(drafts, encoder, writer, number, reading.kind)
+                rows += len(block)
+                bar.update(len(block))
+        if not len(writer):
+            raise ValueError(_nothing(files, rows, columns, reading.kind, drops))
+    return {"rows": rows, "formats": formats, "count": drops.count, "first": drops.first}
 
 
 def _blocks(rows: Iterable[tuple[int, Row]]) -> Iterator[list[tuple[int, Row]]]:
@@ -93,73 +164,32 @@ def _blocks(rows: Iterable[tuple[int, Row]]) -> Iterator[list[tuple[int, Row]]]:
         yield block
 
 
-class _Builder:
-    """Collects encoded items."""
-
-    def __init__(self) -> None:
-        self.ids: list[np.ndarray] = []
-        self.scored: list[np.ndarray] = []
-        self.start: list[int] = []
-        self.stop: list[int] = []
-        self.file: list[int] = []
-        self.row: list[int] = []
-        self.extras: dict[str, list[Any]] = {}
-        self.paired = False
-        self._size = 0
-
-    def add(
-        self, draft: Draft, encoded: list[tuple[np.ndarray, np.ndarray]], file: int, row: int
-    ) -> None:
-        """Append the one or two sequences of an item."""
-        self.paired = len(encoded) == 2
-        for ids, scored in encoded:
-            self.ids.append(ids)
-            self.scored.append(scored)
-            self.start.append(self._size)
-            self._size += len(ids)
-            self.stop.append(self._size)
-            self.file.append(file)
-            self.row.append(row)
-            for name, value in draft.extras.items():
-                self.extras.setdefault(name, []).append(value)
-
-    def store(self, files: tuple[str, ...]) -> Store:
-        """Everything added so far."""
-        return Store(
-            tokens=np.concatenate(self.ids),
-            scored=np.concatenate(self.scored),
-            start=np.array(self.start, np.int64),
-            stop=np.array(self.stop, np.int64),
-            files=files,
-            file=np.array(self.file, np.int32),
-            row=np.array(self.row, np.int64),
-            extras={name: np.array(values) for name, values in self.extras.items()},
-            paired=self.paired,
-        )
+def _encode(
+    drafts: Sequence[tuple[int, Draft]],
+    encoder: Encoder,
+    writer: StoreWriter,
+    file: int,
+    kind: str,
+) -> None:
+    encoded = iter(encoder.encode([piece for _, draft in drafts for piece in draft.pieces]))
+    for row, draft in drafts:
+        item = list(islice(encoded, len(draft.pieces)))
+        if kind in UNSCORED:
+            item = [(ids, np.zeros(len(ids), bool)) for ids, _ in item]
+        elif len(item) == 2:
+            item = align_pair(item)
+        writer.add(item, file=file, row=row, extras=draft.extras, columns=draft.columns)
 
 
-def truncate(prepared: Prepared, max_length: int | None, mode: str) -> tuple[Store, int]:
-    """(the store with every sequence cut to max_length tokens, tokens cut).
-
-    keep_start keeps the first tokens, keep_end the last. An item whose sequences have no scored
-    token left is dropped and counted.
-    """
-    store = prepared.store
-    start, stop = store.start, store.stop
-    if max_length is not None and mode == "keep_start":
-        stop = np.minimum(stop, start + max_length)
-    elif max_length is not None:
-        start = np.maximum(start, stop - max_length)
-    cut = int((store.lengths - (stop - start)).sum())
-    store = store.select(np.arange(len(store)), start, stop)
-    scored = store.count_scored() > 0
-    if store.paired:
-        scored = np.repeat(scored[0::2] & scored[1::2], 2)
-    if not scored.all():
-        lost = int((~scored).sum()) // (2 if store.paired else 1)
-        example = store[int(np.argmin(scored))]
-        prepared.drops.add(
-            "no supervised token" + (" within max_length" if cut else ""), example.source, lost
-        )
-        store = store.select(scored)
-    return store, cut
+def _nothing(
+    files: Sequence[Path], rows: int, columns: Iterable[str], kind: str, drops: Drops
+) -> str:
+    named = ", ".join(map(str, files[:3])) + (" ..." if len(files) > 3 else "")
+    return "\n  ".join(
+        [
+            f"no usable row in {named} ({rows} read)",
+            f"columns found: {', '.join(sorted(columns)) or 'none'}",
+            f"accepted for {kind}: {ACCEPTED[kind]}",
+            *drops.lines(rows),
+        ]
+    )

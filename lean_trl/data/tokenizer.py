@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ import tokenizers
 from lean_trl.config import ModelConfig
 from lean_trl.data.chat import ChatTemplate, Message
 from lean_trl.data.hub import TOKENIZER_FILES, resolve_model
+from lean_trl.data.spans import AssistantSpans
 
 SPECIAL_NAMES = (
     "bos_token",
@@ -43,8 +45,9 @@ class Tokenizer:
     bos_id: int | None
     eos_id: int | None
     pad_id: int | None  # EOS where the files name none; nothing is ever inferred from it
-    stop_ids: tuple[int, ...]  # ids that end an answer: EOS and those of generation_config.json
+    stop_ids: tuple[int, ...]  # end an answer: EOS, generation_config.json's, the template's own
     chat: ChatTemplate | None
+    identity: str  # a hash of what turns text into ids
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of a plain text, with the tokenizer's own BOS when add_special_tokens."""
@@ -63,6 +66,12 @@ class Tokenizer:
     def decode(self, ids: Sequence[int] | np.ndarray, *, skip_special_tokens: bool = False) -> str:
         """The text of some ids."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+
+    @property
+    def special_texts(self) -> tuple[str, ...]:
+        """What the special tokens look like in text."""
+        added = self.backend.get_added_tokens_decoder().values()
+        return tuple(token.content for token in added if token.special)
 
     @property
     def vocab_size(self) -> int:
@@ -165,11 +174,20 @@ def load_tokenizer(
         pad_id=eos if ids.get("pad_token") is None else ids["pad_token"],
         stop_ids=tuple(stops),
         chat=None,
+        identity=hashlib.sha256(
+            file.read_bytes() + repr((prefix, suffix, eos)).encode()
+        ).hexdigest(),
     )
     template = _template(folder, chat_template)
-    return (
-        tokenizer if template is None else replace(tokenizer, chat=ChatTemplate(template, special))
-    )
+    if template is None:
+        return tokenizer
+    chat = ChatTemplate(template, special)
+    # A chat model stops where its template closes a turn, whatever eos_token says.
+    closing = AssistantSpans(chat, tokenizer.special_texts).closing_token()
+    closing_id = None if closing is None else backend.token_to_id(closing)
+    if closing_id is not None:
+        stops[closing_id] = None
+    return replace(tokenizer, chat=chat, stop_ids=tuple(stops))
 
 
 def _added_around(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -1,0 +1,155 @@
+"""Prepared sequences -> the items that windows are made of: long ones cut or dropped, packing.
+
+Everything here works on lengths; no token is moved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from lean_trl.config import DataConfig
+from lean_trl.data.examples import UNSCORED
+from lean_trl.data.packing import fragments, pack
+from lean_trl.data.plan import Table
+from lean_trl.data.prepare import Drops, Prepared
+from lean_trl.data.store import Store
+from lean_trl.types import UNITS
+
+
+@dataclass(frozen=True)
+class Items:
+    """Item i holds the sequences [offsets[i], offsets[i + 1]) of `store`."""
+
+    store: Store
+    offsets: np.ndarray  # int64 [I + 1]
+    rows: int  # rows read
+    drops: Drops
+    cut: int = 0  # tokens lost to max_length
+    fill: float | None = None  # of the bins, when packed
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @cached_property
+    def source(self) -> np.ndarray:
+        """int64 [I]: which source each item comes from."""
+        return self.store.source[self.offsets[:-1]]
+
+    @cached_property
+    def table(self) -> Table:
+        """What planning has to know."""
+        lengths, scored, first = self.store.lengths, self.store.count_scored(), self.offsets[:-1]
+        sequences = np.diff(self.offsets)
+        pairs = sequences // 2 if self.store.paired else np.zeros_like(sequences)
+        chosen = scored[first] if self.store.paired else np.zeros_like(sequences)
+        counts = {
+            "tokens": np.add.reduceat(scored, first),
+            "processed": np.add.reduceat(lengths, first),
+            "sequences": sequences,
+            "pairs": pairs,
+            "groups": np.zeros_like(sequences),
+            "chosen_tokens": chosen,
+        }
+        assert counts.keys() == set(UNITS)
+        return Table(counts, cost=np.add.reduceat(lengths * lengths, first))
+
+
+def make_items(prepared: Prepared, data: DataConfig, kind: str, *, packing: bool) -> Items:
+    """The items of some prepared rows; what is left out is counted in `drops`.
+
+    Raises ValueError when nothing is left, or for settings that do not fit the kind.
+    """
+    if packing and kind != "sft":
+        raise ValueError(
+            f"data.packing is for supervised fine-tuning, not for {kind} rows: they run "
+            f"padding-free, "
+            f"and train.max_tokens_per_micro_batch fills micro-batches"
+        )
+    if packing and data.max_length is None:
+        raise ValueError("data.packing needs data.max_length, the size of a bin")
+    store, drops = prepared.store, prepared.drops.copy()
+    cut, fill = 0, None
+    if not packing or data.packing_strategy == "bfd":
+        store, cut = _shorten(store, data, kind, drops)
+    offsets = np.arange(0, len(store) + 1, store.per_item)
+    if packing and len(store):
+        store, offsets = _pack(store, data, drops)
+        sizes = store.lengths.sum()
+        fill = float(sizes / max((len(offsets) - 1) * (data.max_length or 1), 1))
+    if len(offsets) < 2:
+        lines = "\n  ".join(drops.lines(prepared.rows))
+        raise ValueError(f"no row has anything to train on:\n  {lines}")
+    return Items(store, offsets, prepared.rows, drops, cut, fill)
+
+
+def _shorten(store: Store, data: DataConfig, kind: str, drops: Drops) -> tuple[Store, int]:
+    """(every sequence at most max_length tokens, tokens cut)."""
+    if kind == "prompt":  # bounded by what the engine takes, not by the training length
+        return store, 0
+    limit = data.max_length
+    if limit is not None and data.overlong == "drop":
+        store = _keep(store, store.lengths <= limit, drops, "over data.max_length")
+    start, stop = store.start, store.stop
+    if limit is not None and data.truncation_mode == "keep_start":
+        stop = np.minimum(stop, start + limit)
+    elif limit is not None:
+        start = np.maximum(start, stop - limit)
+    cut = int((store.lengths - (stop - start)).sum())
+    store = store.select(np.arange(len(store)), start, stop)
+    if kind not in UNSCORED:
+        reason = "no trainable tokens" + (" after truncation" if cut else "")
+        store = _keep(store, store.count_scored() > 0, drops, reason)
+    return store, cut
+
+
+def _keep(store: Store, good: np.ndarray, drops: Drops, reason: str) -> Store:
+    """The items all of whose sequences are good."""
+    if store.paired:
+        good = np.repeat(good[0::2] & good[1::2], 2)
+    if good.all():
+        return store
+    first = int(np.argmin(good))
+    source = (store.files[store.file[first]], int(store.row[first]))
+    drops.add(reason, source, int((~good).sum()) // store.per_item)
+    return store.select(good)
+
+
+def _pack(store: Store, data: DataConfig, drops: Drops) -> tuple[Store, np.ndarray]:
+    """(segments in the order of their bins, bin offsets). Sources do not share bins."""
+    assert data.max_length is not None
+    if data.packing_strategy == "bfd_split":
+        document, start, length = fragments(store.lengths, data.max_length)
+        start = store.start[document] + start
+        store = store.select(document, start, start + length)
+        # A fragment sees nothing of the others, so one with no scored token teaches nothing.
+        store = store.select(store.count_scored() > 0)
+    parts = []
+    for source in np.unique(store.source):
+        mine = np.flatnonzero(store.source == source)
+        parts.append((mine, pack(store.lengths[mine], data.max_length, data.packing_strategy)))
+    document = np.concatenate([mine[packing.document] for mine, packing in parts])
+    start = store.start[document] + np.concatenate([packing.start for _, packing in parts])
+    length = np.concatenate([packing.length for _, packing in parts])
+    counts = np.concatenate([np.diff(packing.bin_offsets) for _, packing in parts])
+    packed = store.select(document, start, start + length)
+    if data.packing_strategy != "wrapped":
+        return packed, _offsets(counts)
+    if data.wrapped_attention:
+        # Documents lie one after another in the store, so a bin is one stretch of tokens.
+        first = _offsets(counts)
+        packed = packed.select(first[:-1], packed.start[first[:-1]], packed.stop[first[1:] - 1])
+        counts = np.ones_like(counts)
+    learns = np.add.reduceat(packed.count_scored(), _offsets(counts)[:-1]) > 0
+    if not learns.all():
+        bad = int(np.argmin(learns))
+        row = _offsets(counts)[bad]
+        source = (packed.files[packed.file[row]], int(packed.row[row]))
+        drops.add("bins without trainable tokens", source, int((~learns).sum()))
+    return packed.select(np.repeat(learns, counts)), _offsets(counts[learns])
+
+
+def _offsets(counts: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])

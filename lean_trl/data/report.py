@@ -1,0 +1,94 @@
+"""The data report: what will be trained on, said before the model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from lean_trl.config import DataConfig, TrainConfig
+from lean_trl.data.items import Items
+from lean_trl.data.plan import Mixture
+from lean_trl.data.sources import Source
+
+
+def describe(
+    name: str,
+    items: Items,
+    mixture: Mixture,
+    sources: Sequence[Source],
+    formats: Mapping[str, int],
+    data: DataConfig,
+    train: TrainConfig,
+) -> str:
+    """A few lines on rows, tokens, what was cut and dropped, and padding.
+
+    Raises ValueError for settings that no row gives an effect to.
+    """
+    _check_effect(formats, data)
+    counts = items.table.counts
+    tokens, scored = int(counts["processed"].sum()), int(counts["tokens"].sum())
+    kept = items.rows - sum(items.drops.count.values())
+    shapes = ", ".join(f"{count} {form.replace('_', ' ')}" for form, count in formats.items())
+    lines = [
+        f"{name} data: {kept} of {items.rows} rows ({shapes}), {tokens} tokens, "
+        f"{scored} of them supervised ({_share(scored, tokens)})"
+    ]
+    if items.cut:
+        lines.append(
+            f"{items.cut} tokens cut off by max_length {data.max_length} "
+            f"({_share(items.cut, tokens + items.cut)})"
+        )
+    lines += items.drops.lines(items.rows)
+    if items.fill is not None:
+        lines.append(
+            f"packed into {len(items)} bins of {data.max_length} ({data.packing_strategy}), "
+            f"{items.fill:.2%} filled"
+        )
+    else:
+        lines.append(_padding_line(items, mixture, data, train))
+    if len(sources) > 1:
+        per_source = np.bincount(items.source, minlength=len(sources)).tolist()
+        used = mixture.per_epoch if len(mixture.items) > 1 else per_source
+        lines += [
+            f"{source.name}: {count} {'bins' if items.fill is not None else 'rows'} "
+            f"an epoch of {have}"
+            for source, count, have in zip(sources, used, per_source, strict=True)
+        ]
+    return "\n  ".join(lines)
+
+
+def _check_effect(formats: Mapping[str, int], data: DataConfig) -> None:
+    """A setting that applies to none of the rows is a mistake."""
+    seen = ", ".join(formats)
+    with_prompt = {"prompt_completion", "tokenised"}
+    if data.completion_only_loss is not None and not with_prompt & formats.keys():
+        raise ValueError(
+            f"data.completion_only_loss has no effect: no row has prompt and completion (rows: "
+            f"{seen})"
+        )
+    if data.assistant_only_loss and "conversation" not in formats and "tokenised" not in formats:
+        raise ValueError(
+            f"data.assistant_only_loss has no effect: no row has messages (rows: {seen})"
+        )
+
+
+def padded_share(items: Items, order: np.ndarray, micro_batch_size: int) -> float:
+    """Share of padding when every micro-batch is padded to its longest sequence."""
+    sequences = items.table.counts["sequences"][order]
+    longest = np.maximum.reduceat(items.store.lengths, items.offsets[:-1])[order]
+    low = np.arange(0, len(order), micro_batch_size)
+    slots = int((np.maximum.reduceat(longest, low) * np.add.reduceat(sequences, low)).sum())
+    return 1 - int(items.table.counts["processed"][order].sum()) / slots
+
+
+def _padding_line(items: Items, mixture: Mixture, data: DataConfig, train: TrainConfig) -> str:
+    share = padded_share(items, mixture.epoch(0), train.micro_batch_size)
+    size = train.micro_batch_size
+    if data.padding_free:
+        return f"no padding (micro-batches of {size} padded to their longest row: {share:.1%})"
+    return f"{share:.1%} of the tokens of micro-batches of {size} are padding"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / max(whole, 1):.1%}"
