@@ -124,6 +124,10 @@ class Head(nn.Module):
     ) -> Scores:
         return score(hidden, self.weight, batch, want, temperature, self.settings)
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See CausalLM.logits."""
+        return make_logits(hidden, self.weight, self.settings)
+
 
 class CausalLM(nn.Module):
     """A language model over packed batches.
@@ -190,12 +194,18 @@ class CausalLM(nn.Module):
         """[..., D] -> fp32 [..., V]. For sampling: it makes the logits, which model(batch) never
         does.
         """
-        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        logits = F.linear(hidden, head.weight)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        logits = logits * self.config.logits_scale
-        cap = self.config.logits_softcap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        if self.lm_head is not None:
+            return self.lm_head.logits(hidden)
+        settings = HeadSettings(self.config.logits_scale, self.config.logits_softcap)
+        return make_logits(hidden, self.model.embed_tokens.weight, settings)
+
+
+def make_logits(hidden: Tensor, weight: Tensor, settings: HeadSettings) -> Tensor:
+    """fp32 [..., V] of hidden [..., D] and the head's weight [V, D] (fp64 for fp64)."""
+    logits = F.linear(hidden, weight)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * settings.scale
+    cap = settings.softcap
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def real_tokens(batch: Batch) -> Tensor | None:

@@ -23,19 +23,21 @@ from torch import Tensor
 CHUNK_BYTES = 16 << 20
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
+# In the order of the format's own writer, which lays the last kind first: wide before narrow, so that
+# every tensor is aligned.
 DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I16": torch.int16,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
-    "I64": torch.int64,
     "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "I64": torch.int64,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -195,7 +197,8 @@ def write_file(
     It appears under its name only when it is complete. metadata: more of the header's strings.
     watch: sees the bytes, part by part, before they are written.
     """
-    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    rank = list(DTYPES.values())
+    order = sorted(tensors, key=lambda name: (-rank.index(tensors[name].dtype), name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"} | dict(metadata or {})}
     end = 0
     for name in order:
