@@ -59,6 +59,11 @@ def stat_dtype(hidden: Tensor) -> torch.dtype:
     return torch.promote_types(hidden.dtype, torch.float32)
 
 
+def matmul_dtype(hidden: Tensor) -> torch.dtype:
+    """A GPU multiplies low precision into fp32; a CPU would round the logits, so it casts first."""
+    return hidden.dtype if hidden.is_cuda else stat_dtype(hidden)
+
+
 def torch_backend(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head) -> Stats:
     return Stats(*_LinearLogprobs.apply(hidden, weight, bias, head))
 
@@ -129,13 +134,11 @@ class _Tiles:
     ) -> None:
         self.weight, self.bias, self.head = weight, bias, head
         self.dtype = stat_dtype(hidden)
-        # A GPU multiplies low precision into fp32; a CPU would round the logits, so it casts first.
-        compute = hidden.dtype if hidden.is_cuda else self.dtype
         x = hidden if head.distinct is None else hidden.index_select(0, head.distinct)
         self.sloped = isinstance(head.slope, Tensor) or head.slope != 1
         if self.sloped:
             x = x.to(self.dtype) * head.slope
-        self.x = x.to(compute)  # [Q, D]; the slope is folded in: tiles need no pass for it
+        self.x = x.to(matmul_dtype(hidden))  # [Q, D]; holds the slope: tiles need no pass for it
 
         num_rows, vocab = self.x.shape[0], weight.shape[0]
         self.rows = _slices(num_rows, head.chunk_size or _even(num_rows, MAX_ROWS))

@@ -308,6 +308,32 @@ def test_grad_into_accumulates(small_tiles, dtype, buffer_dtype):
     assert_close(buffer.float(), expected, 1e-6 if dtype == torch.float32 else 1e-2)
 
 
+@pytest.mark.parametrize("into", [None, torch.float32, torch.bfloat16])
+def test_matmuls_of_low_precision_into_fp32(small_tiles, monkeypatch, into):
+    """The way of a GPU, whose matmuls take bf16 and return fp32; here they are imitated."""
+    real_mm = torch.mm
+
+    def mm(a: Tensor, b: Tensor, *, out_dtype=None, out=None) -> Tensor:
+        if out_dtype is not None:
+            assert a.dtype == b.dtype == torch.bfloat16 and out_dtype == torch.float32
+        return real_mm(a.float(), b.float(), out=out)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(backend, "matmul_dtype", lambda hidden: hidden.dtype)
+    hidden, weight, bias, targets = problem(torch.bfloat16)
+    rows = torch.tensor([4, 4, 9, 30, 2])
+    settings = {"bias": bias, "softcap": 3.0, "temperature": 0.7, "want": ("entropy",)}
+    buffer = None if into is None else torch.zeros(V, D, dtype=into)
+    scores = linear_logprobs(hidden, weight, targets[:5], rows, grad_into=buffer, **settings)
+    plain = linear_logprobs_plain(hidden, weight, targets[:5], rows, **settings)
+    weighted_loss(scores).backward()
+    got = (hidden.grad, bias.grad, weight.grad if buffer is None else buffer)
+    expected = torch.autograd.grad(weighted_loss(plain), (hidden, bias, weight))
+    assert_close(scores.logprobs, plain.logprobs, 1e-2)
+    for a, b in zip(got, expected, strict=True):
+        assert_close(a.float(), b.float(), 1e-2)
+
+
 def test_fp32_buffer_of_a_low_precision_weight_is_not_rounded(small_tiles):
     hidden, weight, _, targets = problem(torch.bfloat16)
     buffer = torch.zeros(V, D)
