@@ -59,6 +59,9 @@ class LossConfig:
     center_rewards_coefficient: NonNegative = setting(
         0.0, "reward: pulls the sum of a pair's rewards to 0; 0.01 is usual"
     )
+    router_aux_loss_coef: NonNegative | None = setting(
+        None, "weight of the experts' balancing loss; null: the model's own; 0: off"
+    )
     disable_dropout: bool = setting(
         True, "run a model whose config asks for dropout without it; false refuses it"
     )
@@ -71,7 +74,7 @@ _REFERENCE = {
     "ref_model_mixup_alpha",
 }
 # Which settings a method reads, beside those that all read.
-_READ_BY_ALL = {"loss_type", "disable_dropout"}
+_READ_BY_ALL = {"loss_type", "disable_dropout", "router_aux_loss_coef"}
 _READ_BY = {
     "sft": set(),
     "dpo": {

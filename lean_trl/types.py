@@ -96,9 +96,12 @@ class Example:
 
 @dataclass(frozen=True)
 class Extra:
-    """What a name in Batch.extras means. axis: U per scored token, S per sequence, P per pair."""
+    """What a name in Batch.extras means.
 
-    axis: Literal["U", "S", "P"]
+    axis: U per scored token, S per sequence, P per pair, E per expert (the same in each batch).
+    """
+
+    axis: Literal["U", "S", "P", "E"]
     dtype: torch.dtype
     meaning: str
 
@@ -110,6 +113,9 @@ EXTRAS: dict[str, Extra] = {
     ),
     "old_logprobs": Extra("U", torch.float32, "log-probability of the token when it was sampled"),
     "advantages": Extra("S", torch.float32, "advantage of the sequence"),
+    "expert_shares": Extra(
+        "E", torch.float32, "share of the window's tokens that chose the expert"
+    ),
     "margin": Extra("P", torch.float32, "reward margin asked of the pair"),
     "label": Extra("S", torch.bool, "desirable (True) or undesirable completion, KTO"),
     "kl": Extra("S", torch.float32, "KTO: KL estimate of the whole window, the same for all"),

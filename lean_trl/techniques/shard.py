@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
+    register_fsdp_forward_method,
 )
 
 from lean_trl.config import Config
@@ -116,6 +117,10 @@ def shard_model(
         _accumulate_in(model.lm_head, precision.storage)
     wrap(model, reshard_after_forward=False)
     _accumulate_in(model, precision.storage)
+    # Sampling calls these instead of a forward; they must gather parameters all the same.
+    register_fsdp_forward_method(model, "hidden")
+    if model.lm_head is not None:
+        register_fsdp_forward_method(model.lm_head, "logits")
     for unit in units(model):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum

@@ -45,7 +45,9 @@ from lean_trl.train.metrics import MetricsLog
 from lean_trl.train.optim import build_optimizer, set_learning_rate
 from lean_trl.train.progress import Progress
 from lean_trl.train.resume import dry_run, export_weights, open_checkpoints, restore, save
+from lean_trl.train.router import with_router_loss
 from lean_trl.train.schedule import lr_factor
+from lean_trl.train.showcase import is_builtin_task, show
 from lean_trl.train.signals import STOP, Signals
 from lean_trl.train.step import train_step
 from lean_trl.types import Method
@@ -81,6 +83,7 @@ def train(config: Config) -> None:
         run = set_up(config, world)
         if run.step == 0 or config.eval_only:
             report_evaluation(run)
+            report_showcase(run)
         if not config.eval_only:
             with Signals(world.group) as signals:
                 stopped = fit(run, signals)
@@ -88,6 +91,7 @@ def train(config: Config) -> None:
                 run.say(f"stopped by SIGTERM after step {run.step}; the same command goes on")
                 raise SystemExit(128 + signal.SIGTERM)
             report_evaluation(run)
+            report_showcase(run, samples=True)
             export(run)
         run.log.close()
 
@@ -127,7 +131,7 @@ def set_up(config: Config, world: World) -> Run:
         world=world,
         tokenizer=tokenizer,
         model=model,
-        method=method,
+        method=with_router_loss(method, config.loss, model.config),
         optimizer=build_optimizer(model, config.train),
         around=around,
         train_feed=train_feed,
@@ -220,6 +224,18 @@ def report_evaluation(run: Run) -> None:
     run.say(
         f"step {run.step}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
     )
+    run.log.pause()
+
+
+def report_showcase(run: Run, *, samples: bool = False) -> None:
+    """Right answers to held-out questions, and some of them, when the task is the built-in one."""
+    if not is_builtin_task(run.config):
+        return
+    showcase = show(run.model, run.tokenizer)
+    run.log.write_evaluation(run.step, showcase.metrics())
+    run.say(f"step {run.step}: exact match {showcase}")
+    if samples:
+        run.say(showcase.samples())
     run.log.pause()
 
 

@@ -1,0 +1,66 @@
+"""What the built-in task shows of itself: how many held-out answers are right, and three of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lean_trl import builtin
+from lean_trl.config import Config
+from lean_trl.data.tokenizer import Tokenizer
+from lean_trl.model.decoder import CausalLM
+from lean_trl.train.exact_match import ExactMatch, exact_match
+
+MAX_NEW_TOKENS = 96  # the longest answer has 80
+HELD_OUT = ("test_easy", "test_hard")
+
+
+@dataclass(frozen=True)
+class Showcase:
+    """{split: its exact match}."""
+
+    matches: dict[str, ExactMatch]
+
+    def metrics(self) -> dict[str, float]:
+        """For metrics.jsonl: {"exact_match/test_easy": rate, ...}."""
+        return {f"exact_match/{split}": match.rate for split, match in self.matches.items()}
+
+    def __str__(self) -> str:
+        """One line, after "exact match"."""
+        return ", ".join(
+            f"{split} {match.rate:.1%} of {match.count}" for split, match in self.matches.items()
+        )
+
+    def samples(self, count: int = 3) -> str:
+        """Some held-out questions with the model's answers, the splits in turn."""
+        mixed = zip(*(match.samples for match in self.matches.values()), strict=False)
+        chosen = [sample for pair in mixed for sample in pair][:count]
+        return "\n".join(
+            f"\n{sample.question}\n  {sample.answer.strip().replace(chr(10), chr(10) + '  ')}\n"
+            f"  -> {'right' if sample.right else f'wrong, {sample.gold} was right'}"
+            for sample in chosen
+        )
+
+
+def is_builtin_task(config: Config) -> bool:
+    """Whether the run trains on the built-in rows, whose answers can be checked."""
+    return config.data.path is None
+
+
+def show(model: CausalLM, tokenizer: Tokenizer) -> Showcase:
+    """Answer the held-out questions greedily. Every rank of a sharded model must call it."""
+    return Showcase(
+        {
+            split: exact_match(
+                model, tokenizer, read_rows(split), MAX_NEW_TOKENS, builtin.answer_of
+            )
+            for split in HELD_OUT
+        }
+    )
+
+
+def read_rows(split: str) -> list[dict[str, Any]]:
+    """The rows of a split of the built-in dataset."""
+    import pyarrow.parquet as parquet
+
+    return parquet.read_table(builtin.dataset_path(split)).to_pylist()
