@@ -1,4 +1,4 @@
-"""What the built-in task shows of itself: how many held-out answers are right, and three of them."""
+"""What the built-in task shows of itself: how many held-out answers are right, and some of them."""
 
 from __future__ import annotations
 
