@@ -81,7 +81,10 @@ class Checkpointer:
             return
         copies = {name: tensor.to("cpu", copy=True) for name, tensor in local.items()}
         arguments = (f"step-{step}", dict(tensors), copies, step, text)
-        self._thread = threading.Thread(target=self._write_later, args=arguments)
+        # A daemon: a rank that fails must not wait for ranks that will never answer its thread.
+        self._thread = threading.Thread(
+            target=self._write_later, args=arguments, name="checkpoint", daemon=True
+        )
         self._thread.start()
 
     def wait(self) -> None:

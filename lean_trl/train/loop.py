@@ -44,7 +44,14 @@ from lean_trl.train.methods import METHODS
 from lean_trl.train.metrics import MetricsLog
 from lean_trl.train.optim import build_optimizer, set_learning_rate
 from lean_trl.train.progress import Progress
-from lean_trl.train.resume import dry_run, export_weights, open_checkpoints, restore, save
+from lean_trl.train.resume import (
+    dry_run,
+    export_weights,
+    open_checkpoints,
+    restore,
+    same_window,
+    save,
+)
 from lean_trl.train.router import with_router_loss
 from lean_trl.train.schedule import lr_factor
 from lean_trl.train.showcase import is_builtin_task, show
@@ -80,20 +87,25 @@ class Run:
 def train(config: Config) -> None:
     """Run the settings from start to end: train (or only evaluate) and write `output_dir`."""
     with join_world(config.distributed.timeout_s) as world:
-        run = set_up(config, world)
-        if run.step == 0 or config.eval_only:
-            report_evaluation(run)
-            report_showcase(run)
-        if not config.eval_only:
-            with Signals(world.group) as signals:
-                stopped = fit(run, signals)
-            if stopped:
-                run.say(f"stopped by SIGTERM after step {run.step}; the same command goes on")
-                raise SystemExit(128 + signal.SIGTERM)
-            report_evaluation(run)
-            report_showcase(run, samples=True)
-            export(run)
-        run.log.close()
+        train_as(world, config)
+
+
+def train_as(world: World, config: Config) -> None:
+    """What one rank does of `train`."""
+    run = set_up(config, world)
+    if run.step == 0 or config.eval_only:
+        report_evaluation(run)
+        report_showcase(run)
+    if not config.eval_only:
+        with Signals(world.group) as signals:
+            stopped = fit(run, signals)
+        if stopped:
+            run.say(f"stopped by SIGTERM after step {run.step}; the same command goes on")
+            raise SystemExit(128 + signal.SIGTERM)
+        report_evaluation(run)
+        report_showcase(run, samples=True)
+        export(run)
+    run.log.close()
 
 
 def set_up(config: Config, world: World) -> Run:
@@ -109,6 +121,8 @@ def set_up(config: Config, world: World) -> Run:
     if world.is_main:
         folder.mkdir(parents=True, exist_ok=True)
     checkpoints, newest = open_checkpoints(config, world)
+    if newest is not None:
+        config = same_window(config, newest, world)
     if world.is_main:
         save_config(config, folder / "config.yaml")
     tokenizer = load_tokenizer(config.model)

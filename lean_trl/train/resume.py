@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from lean_trl.config import Config
+from lean_trl.config import Config, units_per_step
 from lean_trl.techniques.shard import DTYPES
 from lean_trl.train.checkpoint import Checkpointer
 from lean_trl.train.checkpoint_files import read_manifest
@@ -30,8 +30,10 @@ FREE = {
     "logging",
     "memory",
     "model.attention",
+    "data.cache_dir",
     "data.eval_path",
     "data.eval_split",
+    "train.batch_size",  # see same_window
     "train.micro_batch_size",
     "train.max_tokens_per_micro_batch",
     "train.gradient_accumulation_steps",
@@ -70,6 +72,22 @@ def open_checkpoints(config: Config, world: World) -> tuple[Checkpointer, Path |
     return checkpointer, path
 
 
+def same_window(config: Config, path: Path, world: World) -> Config:
+    """The settings with the checkpoint's units per step, whatever the number of ranks is now: data
+    position and learning rate count in steps.
+    """
+    units = read_manifest(path)["state"]["units_per_step"]
+    train = config.train
+    if units_per_step(train, world.size) == units:
+        return config
+    if train.batch_size is not None:
+        raise ValueError(
+            f"{path} counts steps of {units} units, train.batch_size is {train.batch_size}: "
+            f"set it to {units}, or start anew with checkpoint.resume never"
+        )
+    return replace(config, train=replace(train, batch_size=units, gradient_accumulation_steps=None))
+
+
 def restore(run: Run, path: Path) -> None:
     """Put back what `save` saved: the run goes on as if it had not stopped."""
     tensors = tensors_to_load(path, run.model, run.optimizer, run.world.rank)
@@ -89,6 +107,7 @@ def save(run: Run) -> None:
         "step": run.step,
         "feed": run.train_feed.state_dict(),
         "log": run.log.state_dict(),
+        "units_per_step": units_per_step(run.config.train, run.world.size),
         "config": asdict(run.config),
     }
     tensors = run_tensors(run.model, run.optimizer, run.world.rank)

@@ -6,6 +6,7 @@ A scheduler that takes the machine away sends SIGTERM: save, then end. SIGUSR1: 
 from __future__ import annotations
 
 import signal
+import threading
 from types import FrameType
 from typing import Any
 
@@ -17,7 +18,7 @@ ASKS = {signal.SIGUSR1: SAVE, signal.SIGTERM: STOP}
 
 
 class Signals:
-    """Listens while it is entered (from the main thread).
+    """Listens while it is entered (in the main thread; elsewhere Python hears no signals).
 
     with Signals(group) as signals:
         ... one step ...
@@ -31,6 +32,8 @@ class Signals:
         self._sent: tuple[torch.Tensor, dist.Work] | None = None
 
     def __enter__(self) -> Signals:
+        if threading.current_thread() is not threading.main_thread():
+            return self
         for number in ASKS:
             self._before[number] = signal.signal(number, self._hear)
         return self
