@@ -7,7 +7,7 @@ Dimension letters: T tokens, D model, N query heads, K kv heads, H head dim.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +84,7 @@ class PackedContext:
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023)."""
 
-    def __init__(self, config: ModelConfig, layer: int, **factory: object) -> None:
+    def __init__(self, config: ModelConfig, layer: int, **factory: Any) -> None:
         super().__init__()
         family, heads, kv_heads = config.family, config.num_heads, config.num_kv_heads
         self.layer = layer
@@ -94,7 +94,6 @@ class Attention(nn.Module):
         self.scale = config.attention_scale
         self.softcap = config.attention_softcap
         self.interleaved = config.interleaved
-        self.norm_all_heads = family.qk_norm == "all"
 
         bias, width = config.attention_bias, config.hidden_size
         if family.fused_qkv:
@@ -104,9 +103,9 @@ class Attention(nn.Module):
             self.k_proj = linear(width, self.sizes[1], bias, **factory)
             self.v_proj = linear(width, self.sizes[2], bias, **factory)
         self.o_proj = linear(self.sizes[0], width, bias and family.output_bias, **factory)
-        self.q_norm = self.k_norm = None
-        if family.qk_norm is not None:
-            q_size, k_size = self.sizes[:2] if self.norm_all_heads else (config.head_dim,) * 2
+        self.qk_norm = family.qk_norm
+        if self.qk_norm is not None:
+            q_size, k_size = self.sizes[:2] if self.qk_norm == "all" else [config.head_dim] * 2
             self.q_norm = RMSNorm(q_size, config.norm_eps, family.norm_offset, **factory)
             self.k_norm = RMSNorm(k_size, config.norm_eps, family.norm_offset, **factory)
         self.fused = family.fused_qkv
@@ -117,10 +116,10 @@ class Attention(nn.Module):
             q, k, v = self.qkv_proj(x).split(self.sizes, dim=-1)
         else:
             q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        if self.norm_all_heads:
+        if self.qk_norm == "all":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
-        if self.q_norm is not None and not self.norm_all_heads:
+        if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         if self.kind.rope is not None:
             cos, sin = ctx.rope[self.kind.rope]

@@ -254,20 +254,19 @@ def _plan(model: CausalLM, stored: Mapping[str, Source], folder: Path) -> dict[s
 
 def _check_tied(stored: Mapping[str, Source], folder: Path) -> None:
     """config.json says tied, and the files have a head all the same: it must be the embedding."""
-    head, embedding = stored[HEAD], stored.get(EMBEDDING)
-    plain = isinstance(head, Stored) and isinstance(embedding, Stored)
-    if (
-        not plain
-        or (head.shape, head.dtype) != (embedding.shape, embedding.dtype)
-        or not all(
-            torch.equal(a, b)
-            for (_, a), (_, b) in zip(head.chunks(), embedding.chunks(), strict=True)
-        )
-    ):
+    if EMBEDDING not in stored or not _equal(stored[HEAD], stored[EMBEDDING]):
         raise ValueError(
             f"{folder}: config.json says tie_word_embeddings true, but {HEAD} differs from "
             f"{EMBEDDING}: set it to false to keep both, or remove {HEAD}"
         )
+
+
+def _equal(a: Source, b: Source) -> bool:
+    if not (isinstance(a, Stored) and isinstance(b, Stored)):
+        return False
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    return all(torch.equal(x, y) for (_, x), (_, y) in zip(a.chunks(), b.chunks(), strict=True))
 
 
 def _check_size(config: ModelConfig, stored: Mapping[str, Source], folder: Path) -> None:

@@ -32,6 +32,8 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Which experts a token has, and with what weight."""
 
+    e_score_correction_bias: Tensor | None
+
     def __init__(self, config: ModelConfig, moe: MoE, **factory: Any) -> None:
         super().__init__()
         experts = config.family.experts
@@ -73,6 +75,7 @@ def _topk_softmax(logits: Tensor, moe: MoE, bias: Tensor | None) -> tuple[Tensor
 
 def _sigmoid(logits: Tensor, moe: MoE, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """DeepSeek-V3, section 2.1.2: the bias decides who is chosen, never with what weight."""
+    assert bias is not None
     scores = logits.sigmoid()
     choice = scores.detach() + bias
     grouped = choice.unflatten(-1, (moe.groups, -1))

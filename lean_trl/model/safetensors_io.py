@@ -23,8 +23,8 @@ from torch import Tensor
 CHUNK_BYTES = 16 << 20
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
-# In the order of the format's own writer, which lays the last kind first: wide before narrow, so that
-# every tensor is aligned.
+# In the order of the format's own writer, which lays the last kind first: wide before narrow, so
+# that every tensor is aligned.
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -236,4 +236,4 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

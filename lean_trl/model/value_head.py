@@ -38,8 +38,7 @@ class RewardModel(CausalLM):
 
     There is no head over the vocabulary, so `logprobs` is empty. Filled from a sequence classifier
     with one label, or from a language model, whose head is left behind for a new one.
-    seed: of the new head. pad_id: written to config.json, where transformers looks for the last
-    token that is no padding. Raises ValueError for a classifier with several labels.
+    seed: of the new head. Raises ValueError for a classifier with several labels.
     """
 
     def __init__(
@@ -47,15 +46,18 @@ class RewardModel(CausalLM):
         config: ModelConfig,
         *,
         seed: int = 0,
-        pad_id: int | None = None,
         attention: str = "auto",
         **factory: Any,
     ) -> None:
-        raw = classifier_config(config.raw, config.family.architecture, pad_id)
+        raw = classifier_config(config.raw, config.family.architecture)
         super().__init__(replace(config, raw=raw), attention=attention, **factory)
         self.seed = seed
         self.lm_head = None
         self.score = ScoreHead(config, **factory)
+
+    def set_pad_id(self, pad_id: int | None) -> None:
+        """What config.json will call padding: transformers reads the score before it."""
+        self.config = replace(self.config, raw={**self.config.raw, "pad_token_id": pad_id})
 
     def adapt_files(self, stored: Mapping[str, Any]) -> Mapping[str, Any]:
         """Without a head over the vocabulary, and with a new score where there is none."""
@@ -87,23 +89,21 @@ class NewHead:
         flat.copy_(whole[row:].reshape(-1)[: flat.shape[0]])
 
 
-def classifier_config(raw: Json, architecture: str, pad_id: int | None) -> dict[str, Any]:
+def classifier_config(raw: Json, architecture: str) -> dict[str, Any]:
     """config.json of a sequence classifier with one label over the body that `raw` describes.
 
-    >>> made = classifier_config({"model_type": "qwen3"}, "Qwen3ForCausalLM", pad_id=0)
-    >>> made["architectures"], made["id2label"], made["pad_token_id"]
-    (['Qwen3ForSequenceClassification'], {'0': 'LABEL_0'}, 0)
+    >>> made = classifier_config({"model_type": "qwen3"}, "Qwen3ForCausalLM")
+    >>> made["architectures"], made["id2label"]
+    (['Qwen3ForSequenceClassification'], {'0': 'LABEL_0'})
     """
     labels = raw.get("num_labels") or len(raw.get("id2label") or [0])
     classifies = any("SequenceClassification" in name for name in raw.get("architectures") or ())
     if classifies and labels != 1:
         raise ValueError(f"config.json has {labels} labels: a reward model has one")
     body = architecture.removesuffix("ForCausalLM")
-    changes: dict[str, Any] = {
+    return {
+        **raw,
         "architectures": [f"{body}ForSequenceClassification"],
         "id2label": {"0": "LABEL_0"},
         "label2id": {"LABEL_0": 0},
     }
-    if pad_id is not None:
-        changes["pad_token_id"] = pad_id
-    return {**raw, **changes}

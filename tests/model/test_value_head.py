@@ -25,7 +25,8 @@ def batch(**layout):
 @pytest.mark.parametrize("name", ["qwen3", "llama3rope_tied"])
 def test_saved_model_is_a_sequence_classifier_of_transformers(name, tmp_path):
     transformers = pytest.importorskip("transformers")
-    ours = load_model(MODELS / name, kind=partial(RewardModel, seed=3, pad_id=0))
+    ours = load_model(MODELS / name, kind=partial(RewardModel, seed=3))
+    ours.set_pad_id(0)
     save_model(ours, tmp_path)
     theirs, info = transformers.AutoModelForSequenceClassification.from_pretrained(
         tmp_path, output_loading_info=True, dtype=torch.float32
