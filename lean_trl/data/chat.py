@@ -26,6 +26,10 @@ GENERATION_START, GENERATION_END = "\ufdd0", "\ufdd1"
 RESERVED = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
 
 
+# Where messages keep what the assistant thought before it answered.
+REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
 class TemplateError(ValueError):
     """The template refuses these messages, or fails on them."""
 
@@ -103,6 +107,7 @@ class ChatTemplate:
             **self.special_tokens,
             **variables,
         }
+        messages = [_name_reasoning(message) for message in messages]
         try:
             text = self._compiled.render(messages=messages, **context)
         except jinja2.TemplateError as error:
@@ -112,6 +117,12 @@ class ChatTemplate:
         except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
             raise TemplateError(f"the chat template fails on these messages: {error}") from error
         return _take_marks(text)
+
+
+def _name_reasoning(message: Message) -> Message:
+    """The message with its reasoning under the names that templates look for."""
+    given = [message[name] for name in REASONING if message.get(name) is not None]
+    return {"thinking": given[0], **message, "reasoning_content": given[0]} if given else message
 
 
 def _take_marks(text: str) -> tuple[str, list[tuple[int, int]]]:

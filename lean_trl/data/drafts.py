@@ -71,7 +71,8 @@ class Reader:
         self.tokenizer = tokenizer
         self._literals = Literals(tokenizer.special_texts)
         chat = tokenizer.chat
-        self._spans = None if chat is None else AssistantSpans(chat, tokenizer.special_texts)
+        marks = (tokenizer.special_texts, tokenizer.stop_texts)
+        self._spans = None if chat is None else AssistantSpans(chat, *marks)
 
     def conversation(self, messages: Sequence[Message], row: Row) -> Piece:
         """A whole conversation, scored as the settings say."""

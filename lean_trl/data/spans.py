@@ -33,6 +33,7 @@ class _Part:
     before: str  # what the template writes between the content before and this one
     index: int  # which message
     header: int  # characters of `before` up to the end of the assistant's header
+    fixed: int  # characters of it that every text has; what follows may differ (thinking)
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,15 @@ class _Skeleton:
 class AssistantSpans:
     """Finds the assistant's turns.
 
-    specials: the texts of the special tokens, one of which closes a turn.
+    specials: the texts of the special tokens, one of which closes a turn. stops: those that end an
+    answer whatever the template does.
     """
 
-    def __init__(self, chat: ChatTemplate, specials: Sequence[str]) -> None:
+    def __init__(
+        self, chat: ChatTemplate, specials: Sequence[str], stops: Sequence[str] = ()
+    ) -> None:
         self._chat = chat
+        self._stops = frozenset(stops)
         longest_first = sorted(filter(None, specials), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._skeletons: dict[str, _Skeleton | None] = {}
@@ -125,14 +130,35 @@ class AssistantSpans:
         pieces = _MARK.split(self._chat.render(marked, **variables))
         indices = [int(i) for i in pieces[1::2]]
         assistant = {i for i, m in enumerate(messages) if m["role"] == "assistant"}
-        if len(set(indices)) != len(indices) or not assistant <= set(indices):
+        needed = {i for i, m in enumerate(messages) if m["role"] not in ("system", "developer")}
+        if len(set(indices)) != len(indices) or not needed <= set(indices):
             return None
         prompt, _ = self._frame(variables)
         parts = []
         for before, index in zip(pieces[0::2], indices, strict=False):
-            header = _header_end(before, prompt) if index in assistant else len(before)
-            parts.append(_Part(before, index, header))
+            header = fixed = len(before)
+            if index in assistant:
+                header = self._header_end(before, prompt)
+                fixed = self._last_special(before[:header]) or header
+                if not prompt:  # the turn begins with what the template writes after the question
+                    header = fixed
+            parts.append(_Part(before, index, header, fixed))
         return _Skeleton(tuple(parts), pieces[-1])
+
+    def _header_end(self, before: str, prompt: str) -> int:
+        """After the longest beginning of the generation prompt that `before` holds."""
+        # Special tokens count as a whole: `<|` alone begins any of them.
+        found = self._special.finditer(prompt)
+        inside = {i for match in found for i in range(match.start() + 1, match.end())}
+        for length in range(len(prompt), 0, -1):
+            at = -1 if length in inside else before.rfind(prompt[:length])
+            if at >= 0:
+                return at + length
+        return len(before)
+
+    def _last_special(self, text: str) -> int:
+        """Where the last special token ends; 0 without one."""
+        return max((match.end() for match in self._special.finditer(text)), default=0)
 
     def _along_skeleton(
         self, text: str, messages: Sequence[Message], variables: Mapping[str, Any]
@@ -143,9 +169,11 @@ class AssistantSpans:
         spans: list[Span] = []
         position = 0
         for number, part in enumerate(skeleton.parts):
-            if not text.startswith(part.before[: part.header], position):
+            head = part.before[: part.header]
+            shared = common_characters(head, text[position : position + len(head)])
+            if shared < part.fixed:
                 return None
-            position += part.header
+            position += shared
             message = messages[part.index]
             follows = skeleton.parts[number + 1] if number + 1 < len(skeleton.parts) else None
             if message["role"] != "assistant":
@@ -167,13 +195,16 @@ class AssistantSpans:
     def _closing_end(self, between: str, variables: Mapping[str, Any]) -> int:
         """How much of what follows a content closes the turn:
 
-        up to the end of the first special token.
+        up to its first special token's end.
         """
         _, after = self._frame(variables)
         match = self._special.search(between)
+        if match is None:
+            return 0
         # A template that ends the last turn with no special token does not close turns: the token
-        # found would open the next one.
-        return match.end() if match and self._special.search(after) else 0
+        # found opens the next one. It still is what the model stops at when its files say so.
+        closes = self._special.search(after) is not None or match.group() in self._stops
+        return match.end() if closes else 0
 
     def _by_prefixes(
         self, text: str, messages: Sequence[Message], variables: Mapping[str, Any]
@@ -194,18 +225,6 @@ class AssistantSpans:
         return spans
 
 
-def _header_end(before: str, prompt: str) -> int:
-    """Where the header ends:
-
-    after the longest beginning of the generation prompt that `before` holds.
-    """
-    for length in range(len(prompt), 0, -1):
-        at = before.rfind(prompt[:length])
-        if at >= 0:
-            return at + length
-    return len(before)
-
-
 def _variants(message: Message) -> tuple[str, ...]:
     """How templates write a content: as it is, or trimmed."""
     content = message["content"]
@@ -219,7 +238,7 @@ def _find_end(
     if follows is None:
         end = len(text) - len(after)
         return end if end >= position and text.endswith(after) else None
-    anchor = follows.before[: follows.header]
+    anchor = follows.before[: follows.fixed]
     message = messages[follows.index]
     known = ("",) if message["role"] == "assistant" else _variants(message)
     for content in known:

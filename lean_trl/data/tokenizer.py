@@ -74,6 +74,11 @@ class Tokenizer:
         return tuple(token.content for token in added if token.special)
 
     @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """What the tokens that end an answer look like in text."""
+        return tuple(text for text in map(self.backend.id_to_token, self.stop_ids) if text)
+
+    @property
     def vocab_size(self) -> int:
         """Entries of the vocabulary, added tokens included; the model's may be larger."""
         return self.backend.get_vocab_size()
