@@ -113,6 +113,11 @@ def loss_contradictions(loss: LossConfig, method: str) -> Iterator[str]:
             yield f"loss.{item.name} has no effect on method {method}: leave it out"
     if loss.sync_ref_model and loss.precompute_ref_log_probs:
         yield "loss.sync_ref_model moves the reference: set precompute_ref_log_probs false"
+    if method == "kto" and loss.precompute_ref_log_probs and loss.loss_type == "kto":
+        yield (
+            "loss.precompute_ref_log_probs: kto scores completions of other rows too, which "
+            "change with each epoch: set it false, or loss.loss_type apo_zero_unpaired"
+        )
     if not loss.sync_ref_model:
         for name in ("ref_model_sync_steps", "ref_model_mixup_alpha"):
             default = next(item.default for item in fields(loss) if item.name == name)

@@ -49,6 +49,7 @@ FLOORS = {
     "lean_trl.rollout": 5,
     "lean_trl.train.methods": 5,
     "lean_trl.train.preference": 5,
+    "lean_trl.train.reference": 6,
     "lean_trl.plan": 6,
     "lean_trl.train.loop": 7,
     "lean_trl.train.resume": 7,

@@ -13,7 +13,9 @@ import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -33,6 +35,7 @@ from lean_trl.model.loader import (
     save_model,
 )
 from lean_trl.model.safetensors_io import read_json
+from lean_trl.model.value_head import RewardModel
 from lean_trl.techniques.apply import apply_techniques
 from lean_trl.techniques.shard import needs_mesh
 from lean_trl.train.checkpoint import Checkpointer
@@ -44,6 +47,7 @@ from lean_trl.train.methods import METHODS
 from lean_trl.train.metrics import MetricsLog
 from lean_trl.train.optim import build_optimizer, set_learning_rate
 from lean_trl.train.progress import Progress
+from lean_trl.train.reference import open_reference
 from lean_trl.train.resume import (
     dry_run,
     export_weights,
@@ -54,6 +58,7 @@ from lean_trl.train.resume import (
 )
 from lean_trl.train.router import with_router_loss
 from lean_trl.train.schedule import lr_factor
+from lean_trl.train.score import move_reference, referenced
 from lean_trl.train.showcase import is_builtin_task, show
 from lean_trl.train.signals import STOP, Signals
 from lean_trl.train.step import train_step
@@ -75,6 +80,7 @@ class Run:
     eval_feed: Feed | None
     log: StepLog
     checkpoints: Checkpointer
+    reference: CausalLM | None = None  # frozen; None: not needed, or its log-probs are on disk
     step: int = 0  # optimizer steps done
     saved_step: int = 0  # of the newest checkpoint
 
@@ -133,7 +139,11 @@ def set_up(config: Config, world: World) -> Run:
     if world.is_main:
         print(report, flush=True)
     # What is cut into shards gets its weights afterwards: each rank reads its own.
-    model = open_model(config, torch.device("meta") if needs_mesh(config) else world.device)
+    reference = None
+    if method.reference:
+        reference = open_reference(config, (train_feed, eval_feed), tokenizer, world)
+    device = torch.device("meta") if needs_mesh(config) else world.device
+    model = open_model(config, device)
     around = apply_techniques(model, config)
     if needs_mesh(config):
         fill(model, config, torch.device("cpu") if config.memory.cpu_offload else world.device)
@@ -152,6 +162,7 @@ def set_up(config: Config, world: World) -> Run:
         eval_feed=eval_feed,
         log=StepLog(file, progress, config.logging.every, world.device),
         checkpoints=checkpoints,
+        reference=reference,
     )
     if newest is not None:
         restore(run, newest)
@@ -162,10 +173,14 @@ def set_up(config: Config, world: World) -> Run:
 
 def open_model(config: Config, device: torch.device) -> CausalLM:
     """The model of the settings: a folder's or hub id's weights, or the built-in one's."""
-    settings, dtype = config.model, config.train.param_dtype
+    settings = config.model
+    options: dict[str, Any] = {"dtype": config.train.param_dtype, "attention": settings.attention}
+    options |= {"device": device}
+    if config.method == "reward":
+        options |= {"kind": partial(RewardModel, seed=config.seed)}
     if settings.path is None:
         raw = read_json(builtin.model_folder() / "config.json")
-        return new_model(raw, config.seed, dtype=dtype, device=device, attention=settings.attention)
+        return new_model(raw, config.seed, **options)
     folder = resolve_model(settings.path, settings.revision)
     dropout = read_config(read_json(folder / "config.json")).attention_dropout
     if dropout and not config.loss.disable_dropout:
@@ -173,7 +188,7 @@ def open_model(config: Config, device: torch.device) -> CausalLM:
             f"{settings.path} asks for attention_dropout {dropout}, which is not supported: "
             "set loss.disable_dropout true to train without it"
         )
-    return load_model(folder, dtype=dtype, device=device, attention=settings.attention)
+    return load_model(folder, **options)
 
 
 def fill(model: CausalLM, config: Config, device: torch.device) -> None:
@@ -192,7 +207,7 @@ def fit(run: Run, signals: Signals) -> bool:
     settings, steps, every = run.config.train, run.train_feed.steps, run.config.checkpoint.every
     run.model.train()
     run.log.pause()
-    for window in run.train_feed:
+    for window in referenced(run.train_feed, run.reference):
         factor = lr_factor(settings.lr_scheduler, run.step, steps, settings.warmup_steps)
         learning_rate = settings.learning_rate * factor
         set_learning_rate(run.optimizer, learning_rate)
@@ -207,6 +222,7 @@ def fit(run: Run, signals: Signals) -> bool:
             group=run.world.group,
         )
         run.step += 1
+        sync_reference(run)
         run.log.add(
             run.step,
             report,
@@ -229,11 +245,20 @@ def fit(run: Run, signals: Signals) -> bool:
     return False
 
 
+def sync_reference(run: Run) -> None:
+    """Move the reference towards the policy, every so many steps."""
+    loss = run.config.loss
+    if loss.sync_ref_model and run.step % loss.ref_model_sync_steps == 0:
+        assert run.reference is not None
+        move_reference(run.reference, run.model, loss.ref_model_mixup_alpha)
+
+
 def report_evaluation(run: Run) -> None:
     """Held-out loss, printed and written to metrics.jsonl, when there are held-out rows."""
     if run.eval_feed is None:
         return
-    metrics = evaluate(run.model, run.eval_feed, run.method, group=run.world.group)
+    windows = referenced(run.eval_feed, run.reference)
+    metrics = evaluate(run.model, windows, run.method, group=run.world.group)
     run.log.write_evaluation(run.step, metrics)
     run.say(
         f"step {run.step}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
@@ -259,6 +284,8 @@ def export(run: Run) -> None:
         return
     folder = Path(run.config.output_dir) / "model"
     weights = export_weights(run)
+    if isinstance(run.model, RewardModel):
+        run.model.set_pad_id(run.tokenizer.pad_id)
     if run.world.is_main:
         save_model(run.model, folder, weights=weights)
         run.tokenizer.save(folder)

@@ -91,6 +91,7 @@ def same_window(config: Config, path: Path, world: World) -> Config:
 def restore(run: Run, path: Path) -> None:
     """Put back what `save` saved: the run goes on as if it had not stopped."""
     tensors = tensors_to_load(path, run.model, run.optimizer, run.world.rank)
+    tensors |= _moving_reference(run)
     state = run.checkpoints.load(path, tensors)
     set_generators(tensors, run.world.rank)
     run.train_feed.load_state_dict(state["feed"])
@@ -110,10 +111,19 @@ def save(run: Run) -> None:
         "units_per_step": units_per_step(run.config.train, run.world.size),
         "config": asdict(run.config),
     }
-    tensors = run_tensors(run.model, run.optimizer, run.world.rank)
+    tensors = run_tensors(run.model, run.optimizer, run.world.rank) | _moving_reference(run)
     run.checkpoints.save(run.step, tensors, state)
     run.saved_step = run.step
     run.log.pause()
+
+
+def _moving_reference(run: Run) -> dict[str, torch.Tensor]:
+    """{reference.<parameter>: weight} when training moves it; a frozen one is loaded anew."""
+    if not run.config.loss.sync_ref_model:
+        return {}
+    assert run.reference is not None
+    weights = model_tensors(run.reference).items()
+    return {f"reference.{name.removeprefix('model.')}": weight for name, weight in weights}
 
 
 def dry_run(run: Run) -> None:
