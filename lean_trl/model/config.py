@@ -274,7 +274,7 @@ def _moe(config: Json) -> MoE:
         top_groups=config.get("topk_group") or 1,
         alpha=config.get("swiglu_alpha", 1.702),
         limit=config.get("swiglu_limit", 7.0),
-        aux_loss_coef=config.get("router_aux_loss_coef", 0.001),
+        aux_loss_coef=config.get("router_aux_loss_coef") or 0.0,
     )
     if moe.top_k > moe.num_experts or moe.num_experts % moe.groups or moe.top_groups > moe.groups:
         raise ValueError(

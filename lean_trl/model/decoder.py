@@ -190,6 +190,10 @@ class CausalLM(nn.Module):
         )
         return self.model(batch.input_ids, ctx)
 
+    def run(self, ids: Tensor, ctx: Context) -> Tensor:
+        """Hidden states of ids [T] in a context of the caller's, [T, D]: for generation."""
+        return self.model(ids, ctx)[0]
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] -> fp32 [..., V]. For sampling: it makes the logits, which model(batch) never
         does.

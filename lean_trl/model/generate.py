@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lean_trl.model.attention import PackedContext
 from lean_trl.model.decoder import CausalLM
+from lean_trl.train.distributed import compute_device
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def generate(
     answers: list[list[int]] = [[] for _ in prompts]
     if not prompts or max_tokens < 1:
         return answers
-    device = next(model.parameters()).device
+    device = compute_device(model)
     generator = torch.Generator(device).manual_seed(sampling.seed)
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     cache = _Cache(int(lengths.max()) + max_tokens)
@@ -178,7 +179,7 @@ def _read_prompts(
         real=None,
         backend=model.attention,
     )
-    hidden, _ = model.model(ids, _PromptContext(packed, cache, (sequence, positions)))
+    hidden = model.run(ids, _PromptContext(packed, cache, (sequence, positions)))
     return hidden[cu_seqlens[1:] - 1]
 
 
@@ -186,7 +187,7 @@ def _step(model: CausalLM, ids: Tensor, positions: Tensor, cache: _Cache) -> Ten
     """Hidden states [S, D] of one new token of each sequence, at `positions`."""
     each = torch.arange(len(ids) + 1, device=ids.device)
     rope = model.model.rotary_emb(positions, each)
-    return model.model(ids, _StepContext(rope, cache, positions))[0]
+    return model.run(ids, _StepContext(rope, cache, positions))
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:

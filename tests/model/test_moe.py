@@ -238,3 +238,12 @@ def test_other_quantised_checkpoints_are_refused(method, tmp_path):
         ValueError, match=f"quantised \\({method}\\); of quantised checkpoints only"
     ):
         load_model(folder)
+
+
+def test_whose_routers_are_balanced_by_a_loss():
+    """DeepSeek-V3 balances by its correction bias: no loss unless its config.json asks for one."""
+    coefs = {
+        family: new_model(BASE | CONFIGS[family] | {"model_type": family}).config.moe.aux_loss_coef
+        for family in MOE
+    }
+    assert coefs == {"mixtral": 0.001, "qwen3_moe": 0.001, "gpt_oss": 0.001, "deepseek_v3": 0.0}
