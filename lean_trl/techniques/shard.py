@@ -118,7 +118,8 @@ def shard_model(
     wrap(model, reshard_after_forward=False)
     _accumulate_in(model, precision.storage)
     # Sampling calls these instead of a forward; they must gather parameters all the same.
-    register_fsdp_forward_method(model, "hidden")
+    for method in ("hidden", "run", "logits"):
+        register_fsdp_forward_method(model, method)
     if model.lm_head is not None:
         register_fsdp_forward_method(model.lm_head, "logits")
     for unit in units(model):

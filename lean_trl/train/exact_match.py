@@ -19,6 +19,7 @@ import torch
 from lean_trl.data.batch import build_batch
 from lean_trl.data.tokenizer import Tokenizer
 from lean_trl.model.decoder import CausalLM
+from lean_trl.train.distributed import compute_device, reshard
 from lean_trl.types import Example
 
 LOOKAHEAD = 16  # ids that a draft has at least
@@ -148,13 +149,13 @@ def greedy(
                     going.append(answer)
         live = going
     model.train(was_training)
+    reshard(model)
     return [answer.ids for answer in answers]
 
 
 def _say(model: CausalLM, answers: Sequence[_Answer]) -> list[list[int]]:
     """The likeliest id at each scored place of each answer."""
-    device = next(model.parameters()).device
-    batch = build_batch([answer.example() for answer in answers], device=device)
+    batch = build_batch([answer.example() for answer in answers], device=compute_device(model))
     best = model.logits(model.hidden(batch)[batch.rows]).argmax(-1).cpu()
     return [ids.tolist() for ids in best.split(batch.units)]
 

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lean_trl.config import Config, DistributedConfig, LossConfig, MemoryConfig, ModelConfig
 from lean_trl.data.batch import build_batch, filler_batch
+from lean_trl.model.generate import generate
 from lean_trl.model.loader import new_model
 from lean_trl.techniques.apply import apply_techniques
 from lean_trl.techniques.shard import Precision, shard_model, units
@@ -197,6 +198,23 @@ def test_units_and_their_layout():
         assert names == ["", "model.layers.0", "model.layers.1", "lm_head"]
         assert placements == {(Replicate(), Shard(0))}
         assert local <= {31, 30}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_generation_from_a_sharded_model(tied):
+    prompts = [[5, 6, 7], [8, 9]]
+    expected = generate(tiny(tied), prompts, max_tokens=6)
+
+    def answer(world: World) -> list[list[int]]:
+        model = tiny(tied)
+        shard_model(model, make_mesh("fsdp", None, "cpu"), Precision())
+        first = generate(model, prompts, max_tokens=6)  # before any other forward
+        reshard(model)
+        model(windows(2)[world.rank][0]).logprobs.sum().backward()
+        assert generate(model, prompts, max_tokens=6) == first
+        return first
+
+    assert on_ranks(2, answer) == [expected, expected]
 
 
 def test_replicas_that_do_not_divide_the_ranks():
