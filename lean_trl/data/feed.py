@@ -45,6 +45,7 @@ class Feed:
         self.items, self.cut, self.schedule, self.rank = items, cut, schedule, rank
         self._layout, self._mismatch = dict(layout or {}), mismatch
         self._next = 0
+        self._reading = np.zeros(0, np.int64)
         longest = int(items.table.counts["processed"].max())
         if cut.max_tokens is not None and longest > cut.max_tokens:
             raise ValueError(
@@ -79,12 +80,19 @@ class Feed:
         if not len(items):
             return filler_batch(mismatched=self._mismatch)
         store, offsets = self.items.store, self.items.offsets
+        self._reading = items
         examples = [store[s] for i in items for s in range(offsets[i], offsets[i + 1])]
         batch = build_batch(examples, **self._layout)
         if not self._mismatch:
             return batch
         swapped = [swap_completion(store[i], store[others[i]]) for i in items.tolist()]
         return replace(batch, mismatched=build_batch(swapped, **self._layout))
+
+    def reading(self) -> list[tuple[str, int]]:
+        """(file, row) of the rows that were read last: where a failure to read them lies."""
+        store, offsets = self.items.store, self.items.offsets
+        rows = [s for i in self._reading for s in range(offsets[i], offsets[i + 1])]
+        return [(store.files[store.file[s]], int(store.row[s])) for s in rows]
 
     def state_dict(self) -> dict[str, Any]:
         """Where the windows taken so far have led:

@@ -29,6 +29,7 @@ class Items:
     drops: Drops
     cut: int = 0  # tokens lost to max_length
     fill: float | None = None  # of the bins, when packed
+    empty_bins: int = 0  # dropped: none of their tokens was trainable
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -71,18 +72,18 @@ def make_items(prepared: Prepared, data: DataConfig, kind: str, *, packing: bool
     if packing and data.max_length is None:
         raise ValueError("data.packing needs data.max_length, the size of a bin")
     store, drops = prepared.store, prepared.drops.copy()
-    cut, fill = 0, None
+    cut, fill, empty_bins = 0, None, 0
     if not packing or data.packing_strategy == "bfd":
         store, cut = _shorten(store, data, kind, drops)
     offsets = np.arange(0, len(store) + 1, store.per_item)
     if packing and len(store):
-        store, offsets = _pack(store, data, drops)
+        store, offsets, empty_bins = _pack(store, data)
         sizes = store.lengths.sum()
         fill = float(sizes / max((len(offsets) - 1) * (data.max_length or 1), 1))
     if len(offsets) < 2:
         lines = "\n  ".join(drops.lines(prepared.rows))
         raise ValueError(f"no row has anything to train on:\n  {lines}")
-    return Items(store, offsets, prepared.rows, drops, cut, fill)
+    return Items(store, offsets, prepared.rows, drops, cut, fill, empty_bins)
 
 
 def _shorten(store: Store, data: DataConfig, kind: str, drops: Drops) -> tuple[Store, int]:
@@ -117,8 +118,11 @@ def _keep(store: Store, good: np.ndarray, drops: Drops, reason: str) -> Store:
     return store.select(good)
 
 
-def _pack(store: Store, data: DataConfig, drops: Drops) -> tuple[Store, np.ndarray]:
-    """(segments in the order of their bins, bin offsets). Sources do not share bins."""
+def _pack(store: Store, data: DataConfig) -> tuple[Store, np.ndarray, int]:
+    """(segments in the order of their bins, bin offsets, bins dropped for having nothing to train on).
+
+    Sources do not share bins.
+    """
     assert data.max_length is not None
     if data.packing_strategy == "bfd_split":
         document, start, length = fragments(store.lengths, data.max_length)
@@ -136,19 +140,14 @@ def _pack(store: Store, data: DataConfig, drops: Drops) -> tuple[Store, np.ndarr
     counts = np.concatenate([np.diff(packing.bin_offsets) for _, packing in parts])
     packed = store.select(document, start, start + length)
     if data.packing_strategy != "wrapped":
-        return packed, _offsets(counts)
+        return packed, _offsets(counts), 0
     if data.wrapped_attention:
         # Documents lie one after another in the store, so a bin is one stretch of tokens.
         first = _offsets(counts)
         packed = packed.select(first[:-1], packed.start[first[:-1]], packed.stop[first[1:] - 1])
         counts = np.ones_like(counts)
     learns = np.add.reduceat(packed.count_scored(), _offsets(counts)[:-1]) > 0
-    if not learns.all():
-        bad = int(np.argmin(learns))
-        row = _offsets(counts)[bad]
-        source = (packed.files[packed.file[row]], int(packed.row[row]))
-        drops.add("bins without trainable tokens", source, int((~learns).sum()))
-    return packed.select(np.repeat(learns, counts)), _offsets(counts[learns])
+    return packed.select(np.repeat(learns, counts)), _offsets(counts[learns]), int((~learns).sum())
 
 
 def _offsets(counts: np.ndarray) -> np.ndarray:

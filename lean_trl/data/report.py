@@ -45,6 +45,8 @@ def describe(
             f"packed into {len(items)} bins of {data.max_length} ({data.packing_strategy}), "
             f"{items.fill:.2%} filled"
         )
+        if items.empty_bins:
+            lines.append(f"{items.empty_bins} bins without trainable tokens dropped")
     else:
         lines.append(_padding_line(items, mixture, data, train))
     if len(sources) > 1:

@@ -179,7 +179,8 @@ EXPECTED = {
     ("qwen3_like", "thinking"): ["a1<|im_end|>", "<think>\nr2\n</think>\n\na2<|im_end|>"],
     ("qwen3_like", "reasoning"): ["a1<|im_end|>", "<think>\nr2\n</think>\n\na2<|im_end|>"],
     ("qwen3_like", "tools"): [
-        '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é<&>\'"}}\n</tool_call><|im_end|>',
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é<&>\'"}}\n'
+        "</tool_call><|im_end|>",
         "<think>\n\n</think>\n\nit is 3<|im_end|>",
     ],
     ("gemma3_like", "system"): ["b<end_of_turn>", "de<end_of_turn>"],
