@@ -23,8 +23,13 @@ class Context(Protocol):
     other.
     """
 
-    rope: dict[str, tuple[Tensor, Tensor]]  # kind -> (cos, sin), fp32 [T, rotary dimensions / 2]
-    real: Tensor | None  # bool [T]: not padding; None: all are real
+    @property
+    def rope(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Kind of rope -> (cos, sin), fp32 [T, rotary dimensions / 2]."""
+
+    @property
+    def real(self) -> Tensor | None:
+        """bool [T]: what is not padding; None: everything is real."""
 
     def attend(
         self,

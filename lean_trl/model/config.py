@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lean_trl.model.families import FAMILIES, SLIDING, Family, Json
+from lean_trl.model.families import FAMILIES, Family
+from lean_trl.model.kinds import FULL, SLIDING, Json
 from lean_trl.model.rope import DEFAULT_KIND, Rope, read_ropes, score_factor
 
 # What HF config classes assume; a family's row overrides it.
@@ -230,6 +231,11 @@ def _layers(config: Json, family: Family) -> tuple[Layer, ...]:
         raise ValueError(
             f"config.json: {count} layers, but layer_types has {len(kinds)} and no_rope_layers "
             f"{len(rotary)} entries"
+        )
+    if unknown := set(kinds) - {FULL, SLIDING}:
+        raise ValueError(
+            f"config.json: layer_types has {', '.join(sorted(map(repr, unknown)))}; known are "
+            f"{FULL} and {SLIDING}"
         )
     window = config["sliding_window"] if config["use_sliding_window"] else None
     # Families whose sliding layers have a rope of their own say so by one of these.

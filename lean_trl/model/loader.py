@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from lean_trl.data.hub import resolve_model
 from lean_trl.model.config import ModelConfig, read_config
 from lean_trl.model.decoder import CausalLM
-from lean_trl.model.families import Json
+from lean_trl.model.kinds import Json
 from lean_trl.model.mxfp4 import Mxfp4, unpack_names
 from lean_trl.model.names import Piece, pieces
 from lean_trl.model.safetensors_io import (
@@ -41,6 +41,7 @@ Source = Stored | Mxfp4
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Written by old versions of transformers; made from config.json here.
 IGNORED = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000
 
 
@@ -154,22 +155,24 @@ def save_model(
         for piece in pieces(names, name, tuple(tensor.shape))
     }
     shards = _shards(tensors, max_shard_bytes)
-    _remove_weights(folder)
-    if len(shards) == 1:
-        write_file(folder / "model.safetensors", tensors)
-    else:
-        total = len(shards)
-        files = {f"model-{n:05}-of-{total:05}.safetensors": s for n, s in enumerate(shards, 1)}
-        for file, shard in files.items():
-            write_file(folder / file, {name: tensors[name] for name in shard})
+    total = len(shards)
+    files = {f"model-{n:05}-of-{total:05}.safetensors": s for n, s in enumerate(shards, 1)}
+    if total == 1:
+        files = {"model.safetensors": shards[0]}
+    for file, shard in files.items():
+        write_file(folder / file, {name: tensors[name] for name in shard})
+    if total > 1:
         weight_map = {name: file for file, shard in files.items() for name in shard}
-        write_json(
-            folder / "model.safetensors.index.json",
-            {
-                "metadata": {"total_size": sum(t.nbytes for t in tensors.values())},
-                "weight_map": dict(sorted(weight_map.items())),
-            },
-        )
+        index = {
+            "metadata": {"total_size": sum(t.nbytes for t in tensors.values())},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
+        write_json(folder / INDEX, index)
+        files[INDEX] = []
+    # Weights of an earlier save go when the new ones are complete, and must not be read with them.
+    for old in (folder / INDEX, *folder.glob("model*.safetensors")):
+        if old.name not in files:
+            old.unlink(missing_ok=True)
     write_json(folder / "config.json", _config_out(model.config, state[EMBEDDING].dtype))
 
 
@@ -293,12 +296,6 @@ def _shards(tensors: Mapping[str, Tensor], max_bytes: int) -> list[list[str]]:
         shards[-1].append(name)
         size += tensor.nbytes
     return shards
-
-
-def _remove_weights(folder: Path) -> None:
-    """Weights of an earlier save would be read beside the new ones."""
-    for old in (*folder.glob("model*.safetensors"), folder / "model.safetensors.index.json"):
-        old.unlink(missing_ok=True)
 
 
 def _config_out(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:

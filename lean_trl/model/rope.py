@@ -264,7 +264,8 @@ def _rope(config: Mapping[str, Any], settings: dict[str, Any], head_dim: int) ->
     kind = (config.get("rope_aliases") or {}).get(kind, kind)
     if kind not in TABLES:
         raise ValueError(f"config.json asks for rope type {kind!r}; known are {', '.join(TABLES)}")
-    if missing := [key for key in REQUIRED.get(kind, ()) if settings.get(key) is None]:
+    required = ("rope_theta", *REQUIRED.get(kind, ()))
+    if missing := [key for key in required if settings.get(key) is None]:
         raise ValueError(f"config.json: rope type {kind!r} needs {', '.join(missing)}")
     max_positions = config["max_position_embeddings"]
     original = config.get("original_max_position_embeddings")

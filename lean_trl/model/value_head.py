@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lean_trl.model.config import ModelConfig
 from lean_trl.model.decoder import CausalLM
-from lean_trl.model.families import Json
+from lean_trl.model.kinds import Json
 from lean_trl.types import Batch, Scores
 
 SCORE, HEAD = "score.weight", "lm_head.weight"

@@ -218,6 +218,7 @@ def test_tied_flag_that_the_files_contradict(folder):
         ({"num_attention_heads": 2.5}, "num_attention_heads is 2.5"),
         ({"num_attention_heads": True}, "num_attention_heads is True"),
         ({"num_key_value_heads": 3}, "2 is not a multiple of num_key_value_heads 3"),
+        ({"rope_theta": None}, "rope type 'default' needs rope_theta"),
         ({"hidden_act": "mish"}, "hidden_act 'mish' is not supported; known are silu"),
         ({"quantization_config": {"quant_method": "awq"}}, "is quantised \\(awq\\)"),
     ],
@@ -226,6 +227,27 @@ def test_broken_config(changes, message, folder):
     edit_config(folder, **changes)
     with pytest.raises(ValueError, match=message):
         load_model(folder)
+
+
+def test_unknown_kinds_of_layers(folder):
+    edit_config(folder, model_type="qwen3", layer_types=["chunked_attention", "full_attention"])
+    with pytest.raises(ValueError, match="layer_types has 'chunked_attention'; known are full_att"):
+        load_model(folder)
+
+
+def test_a_save_that_fails_leaves_the_old_model(folder, monkeypatch):
+    before = load_model(folder).state_dict()
+    other = new_model(TINY, seed=9)
+
+    def fail(*args, **kwargs):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.fsync", fail)
+    for size in (1 << 30, 2_000):
+        with pytest.raises(OSError, match="disk full"):
+            save_model(other, folder, max_shard_bytes=size)
+        after = load_model(folder).state_dict()
+        assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def cut_in_data(file):

@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from lean_trl.data.batch import build_batch
 from lean_trl.model import load_model, new_model, save_model
-from lean_trl.model.families import FAMILIES, Experts, Family, periodic
+from lean_trl.model.families import FAMILIES, Experts, Family
+from lean_trl.model.kinds import periodic
 from lean_trl.model.safetensors_io import write_json
 from lean_trl.types import Example
 
