@@ -101,7 +101,7 @@ def train_as(world: World, config: Config) -> None:
     run = set_up(config, world)
     if run.step == 0 or config.eval_only:
         report_evaluation(run)
-        report_showcase(run)
+        report_showcase(run, count=25)
     if not config.eval_only:
         with Signals(world.group) as signals:
             stopped = fit(run, signals)
@@ -109,7 +109,7 @@ def train_as(world: World, config: Config) -> None:
             run.say(f"stopped by SIGTERM after step {run.step}; the same command goes on")
             raise SystemExit(128 + signal.SIGTERM)
         report_evaluation(run)
-        report_showcase(run, samples=True)
+        report_showcase(run, samples=3)
         export(run)
     run.log.close()
 
@@ -266,15 +266,15 @@ def report_evaluation(run: Run) -> None:
     run.log.pause()
 
 
-def report_showcase(run: Run, *, samples: bool = False) -> None:
+def report_showcase(run: Run, *, count: int | None = None, samples: int = 0) -> None:
     """Right answers to held-out questions, and some of them, when the task is the built-in one."""
     if not is_builtin_task(run.config):
         return
-    showcase = show(run.model, run.tokenizer)
+    showcase = show(run.model, run.tokenizer, count)
     run.log.write_evaluation(run.step, showcase.metrics())
     run.say(f"step {run.step}: exact match {showcase}")
     if samples:
-        run.say(showcase.samples())
+        run.say(showcase.samples(samples))
     run.log.pause()
 
 

@@ -47,12 +47,16 @@ def is_builtin_task(config: Config) -> bool:
     return config.data.path is None and config.method != "reward"
 
 
-def show(model: CausalLM, tokenizer: Tokenizer) -> Showcase:
-    """Answer the held-out questions greedily. Every rank of a sharded model must call it."""
+def show(model: CausalLM, tokenizer: Tokenizer, count: int | None = None) -> Showcase:
+    """Answer the first `count` held-out questions of each split greedily (None: all).
+
+    Every rank of a sharded model must call it. A model that knows nothing takes 0.3 CPU-seconds for
+    a question, because it never stops; a trained one takes a hundredth of that.
+    """
     return Showcase(
         {
             split: exact_match(
-                model, tokenizer, read_rows(split), MAX_NEW_TOKENS, builtin.answer_of
+                model, tokenizer, read_rows(split)[:count], MAX_NEW_TOKENS, builtin.answer_of
             )
             for split in HELD_OUT
         }
