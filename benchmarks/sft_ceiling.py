@@ -2,11 +2,12 @@
 
     python benchmarks/sft_ceiling.py MODEL ROWS.jsonl [--rows 4] [--steps 20] [--repeats 3]
 
-Each arm (with and without activation checkpointing) is a fresh process that fine-tunes MODEL in fp32
-with `rows` rows a step, as scripts/train.py would. Between its steps it times the step's own matmuls
-alone: for every weight the forward, the two of the backward, and what the arm recomputes, at the
-shapes of the batch. Their time is the ceiling: attention, norms, the softmax over the vocabulary and
-the optimizer would have to cost nothing to reach it. Arms are interleaved and repeated.
+Each arm (with and without activation checkpointing) is a fresh process that fine-tunes MODEL in
+fp32 with `rows` rows a step, as scripts/train.py would. Between its steps it times the step's own
+matmuls alone: for every weight the forward, the two of the backward, and what the arm recomputes,
+at the shapes of the batch. Their time is the ceiling: attention, norms, the softmax over the
+vocabulary and the optimizer would have to cost nothing to reach it. Arms are interleaved and
+repeated.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ WARM_UP = 2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("model")
-    parser.add_argument("rows_file", metavar="ROWS.jsonl", help="columns question and answer, or messages")
+    parser.add_argument(
+        "rows_file", metavar="ROWS.jsonl", help="columns question and answer, or messages"
+    )
     parser.add_argument("--rows", type=int, default=4, help="rows of a step")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
@@ -41,9 +46,13 @@ def main() -> None:
             output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
             results[arm].append(json.loads(output.splitlines()[-1]))
             print(arm, results[arm][-1], file=sys.stderr, flush=True)
-    print("| checkpointing | tokens/s | matmul ceiling, tokens/s | share | peak RSS, GiB | last loss |")
+    print(
+        "| checkpointing | tokens/s | matmul ceiling, tokens/s | share | peak RSS, GiB | "
+        "last loss |"
+    )
     print("|---|---|---|---|---|---|")
     for arm, runs in results.items():
+
         def middle(key: str, runs: list[dict] = runs) -> float:
             return statistics.median(run[key] for run in runs)
 
@@ -70,12 +79,20 @@ def run_arm(options: argparse.Namespace) -> dict[str, float]:
     from lean_trl.train.step import train_step
 
     with open(options.rows_file, encoding="utf-8") as lines:
-        columns = {"prompt": "question", "completion": "answer"} if "question" in json.loads(next(lines)) else None
+        columns = (
+            {"prompt": "question", "completion": "answer"}
+            if "question" in json.loads(next(lines))
+            else None
+        )
     config = config_from_dict(
         {
             "model": {"path": options.model},
             "data": {"path": options.rows_file, "shuffle": False, "columns": columns},
-            "train": {"micro_batch_size": options.rows, "max_steps": options.steps, "learning_rate": 1e-5},
+            "train": {
+                "micro_batch_size": options.rows,
+                "max_steps": options.steps,
+                "learning_rate": 1e-5,
+            },
             "memory": {"activation_checkpointing": options.arm == "on"},
         }
     )
@@ -89,7 +106,13 @@ def run_arm(options: argparse.Namespace) -> dict[str, float]:
     for number, window in enumerate(feed):
         start = time.perf_counter()
         report = train_step(
-            model, window.batches, method, optimizer, totals=window.totals, max_grad_norm=1.0, around=around
+            model,
+            window.batches,
+            method,
+            optimizer,
+            totals=window.totals,
+            max_grad_norm=1.0,
+            around=around,
         )
         loss = report.loss.item()
         step_seconds = time.perf_counter() - start
@@ -97,7 +120,9 @@ def run_arm(options: argparse.Namespace) -> dict[str, float]:
         if number >= WARM_UP:
             tokens += window.totals["processed"]
             seconds += step_seconds
-            ceiling += sum(matmul_seconds(model, batch, options.arm == "on") for batch in window.batches)
+            ceiling += sum(
+                matmul_seconds(model, batch, options.arm == "on") for batch in window.batches
+            )
     return {
         "tokens_per_second": tokens / seconds,
         "ceiling": tokens / ceiling,
@@ -117,7 +142,9 @@ def matmul_seconds(model, batch, recompute: bool) -> float:
     counts: dict[tuple[int, int, int], int] = {}
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            for shape, times in shapes(batch.num_tokens, *module.weight.shape, 2 if recompute else 1):
+            for shape, times in shapes(
+                batch.num_tokens, *module.weight.shape, 2 if recompute else 1
+            ):
                 counts[shape] = counts.get(shape, 0) + times
     head = model.model.embed_tokens.weight if model.lm_head is None else model.lm_head.weight
     for shape, times in shapes(batch.num_units, *head.shape, 2):

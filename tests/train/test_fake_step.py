@@ -1,4 +1,4 @@
-"""A whole train_step on fake tensors: memory can be planned without a GPU, and nothing is read back.
+"""A whole train_step on fake tensors: memory can be planned, and nothing is read back.
 
 FakeTensorMode raises on .item(), .tolist(), nonzero and boolean indexing.
 """
@@ -7,7 +7,6 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lean_trl.config import config_from_dict
