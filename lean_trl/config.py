@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from lean_trl.loss_config import LossConfig, loss_contradictions
 from lean_trl.recipe import SettingsError, read_recipe, to_yaml, with_overrides
+from lean_trl.rollout_config import ONLINE, RolloutConfig, rollout_contradictions
 from lean_trl.settings import (
     Count,
     Fraction,
@@ -71,6 +72,9 @@ class DataConfig:
     columns: dict[str, Any] | None = setting(
         None, "our column -> the file's, or a text with {column} in it: {prompt: '{question}'}"
     )
+    max_prompt_length: Count | None = setting(
+        None, "online methods: rows with a longer prompt are dropped; null: none"
+    )
     max_length: Count | None = setting(1024, "tokens kept of one sequence; null: all")
     truncation_mode: Literal["keep_start", "keep_end"] = setting("keep_start", "which end survives")
     overlong: Literal["truncate", "drop"] = setting(
@@ -88,6 +92,9 @@ class DataConfig:
     )
     assistant_only_loss: bool = setting(False, "of a conversation learn only the assistant's turns")
     shuffle: bool = setting(True, "a new order of the rows each epoch, from the seed")
+    streaming: bool = setting(
+        False, "read rows as training goes, in constant memory; needs max_steps"
+    )
     padding_free: bool = setting(
         True, "false pads each micro-batch to its longest row: only to measure what that costs"
     )
@@ -190,13 +197,16 @@ class Config:
     2e-05
     """
 
-    method: Literal["sft", "dpo", "reward", "kto"] = setting("sft", "what to train")
+    method: Literal["sft", "dpo", "reward", "kto", "grpo", "rloo", "online_dpo"] = setting(
+        "sft", "what to train"
+    )
     output_dir: str = setting("outputs", "metrics.jsonl, config.yaml and model/ are written here")
     seed: Index = setting(0, "of the data order and of new weights")
     eval_only: bool = setting(False, "evaluate, train nothing")
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
@@ -216,6 +226,8 @@ def _contradictions(config: Config) -> Iterator[str]:
     """What is wrong across keys, each with its way out."""
     model, data, train = config.model, config.data, config.train
     yield from loss_contradictions(config.loss, config.method)
+    yield from rollout_contradictions(config.rollout, config.method, data.path)
+    yield from _online_contradictions(config)
     if model.ref_path and config.method in ("sft", "reward"):
         yield f"model.ref_path has no effect on method {config.method}: leave it out"
     if train.param_dtype == "bfloat16":
@@ -248,6 +260,25 @@ def _contradictions(config: Config) -> Iterator[str]:
         ):
             if wanted:
                 yield f"{key} needs held-out rows: set data.eval_path or data.eval_split"
+
+
+def _online_contradictions(config: Config) -> Iterator[str]:
+    """Data settings that do not fit where sequences come from."""
+    data = config.data
+    if config.method not in ONLINE:
+        if data.max_prompt_length is not None:
+            yield f"data.max_prompt_length has no effect on method {config.method}: leave it out"
+        return
+    wanted = {
+        "data.packing": data.packing,
+        "data.eval_path": data.eval_path,
+        "data.eval_split": data.eval_split,
+        "train.eval_every": config.train.eval_every,
+        "eval_only": config.eval_only,
+    }
+    for key, value in wanted.items():
+        if value:
+            yield f"{key} has no effect on method {config.method}: leave it out"
 
 
 def units_per_step(train: TrainConfig, world_size: int) -> int:
@@ -290,14 +321,15 @@ FOREIGN_NAMES = {
     "dataset_text_field": "data.text_column",
     "max_seq_length": "data.max_length",
     "max_seq_len": "data.max_length",
-    "max_prompt_length": "data.max_length bounds prompt and completion together",
-    "max_completion_length": "data.max_length bounds prompt and completion together",
+    "max_new_tokens": "rollout.max_completion_length",
     "train_on_responses_only": "data.completion_only_loss",
     "shuffle_dataset": "data.shuffle",
     # train
     "per_device_train_batch_size": "train.micro_batch_size",
     "per_device_eval_batch_size": "evaluation uses train.micro_batch_size: leave it out",
-    "generation_batch_size": "train.batch_size",
+    "generation_batch_size": "rollout.steps_per_generation",
+    "use_vllm": "rollout.engine",
+    "generation_kwargs": "each sampling option is a key of rollout: rollout.top_p, ...",
     "global_batch_size": "train.batch_size",
     "num_train_epochs": "train.num_epochs",
     "epochs": "train.num_epochs",

@@ -82,6 +82,13 @@ def build(cls: type[T], tree: Mapping[str, Any], foreign: Mapping[str, str]) -> 
     return _constructed(cls, values)
 
 
+def is_default(section: Any, name: str, method: str) -> bool:
+    """Whether a resolved section's setting has the value that it has when nobody sets it."""
+    item = next(item for item in fields(section) if item.name == name)
+    by_method = item.metadata["per_method"]
+    return getattr(section, name) == (by_method[method] if by_method else item.default)
+
+
 def method_defaults(value: Any, method: str) -> Any:
     """A section with its per-method settings that are still None filled in; else the value."""
     if not is_dataclass(value) or isinstance(value, type):
@@ -91,7 +98,7 @@ def method_defaults(value: Any, method: str) -> Any:
         below = getattr(value, item.name)
         by_method = item.metadata.get("per_method")
         filled[item.name] = (
-            by_method[method] if below is None and by_method else method_defaults(below, method)
+            by_method.get(method) if below is None and by_method else method_defaults(below, method)
         )
     return replace(value, **filled)
 

@@ -92,7 +92,7 @@ def test_the_defaults_that_are_promised():
     assert (config.train.adam_epsilon, config.train.max_grad_norm) == (1e-8, 1.0)
     assert config.memory.activation_checkpointing and config.train.deterministic
     assert config.data.padding_free and config.data.shuffle and config.checkpoint.export_hf
-    assert config.loss == LossConfig(loss_type="nll", disable_dropout=True)
+    assert config.loss == LossConfig(loss_type="nll", beta=0.1, disable_dropout=True)
 
 
 def test_a_default_by_method_fills_a_missing_value_and_leaves_shared_sections_alone():
@@ -115,9 +115,9 @@ def test_a_default_by_method_fills_a_missing_value_and_leaves_shared_sections_al
         ("--max_seq_length=1", "max_seq_length: unknown key; that setting is data.max_length here"),
         ("--train.lr=1", "train.lr: unknown key; that setting is train.learning_rate here"),
         (
-            "--data.max_prompt_length=1",
-            "data.max_prompt_length: unknown key; "
-            "data.max_length bounds prompt and completion together",
+            "--rollout.max_new_tokens=1",
+            "rollout.max_new_tokens: unknown key; "
+            "that setting is rollout.max_completion_length here",
         ),
         ("--train.micro_batch_size=0", "train.micro_batch_size: got '0', expected int >= 1"),
         ("--train.micro_batch_size=4.0", "train.micro_batch_size: got '4.0', expected int >= 1"),
@@ -158,7 +158,7 @@ def test_wrong_types_in_a_recipe_are_shown_as_they_are():
         "data.shuffle: got 1 (int), expected true or false",
         "seed: got null, expected int >= 0",
         "nonsense: unknown key; known in a recipe: method, output_dir, seed, eval_only, model, "
-        "data, loss, train, memory, distributed, checkpoint, logging",
+        "data, loss, rollout, train, memory, distributed, checkpoint, logging",
     ]
 
 

@@ -1,0 +1,1 @@
+"""Where the sequences of online methods come from: engines, rewards, the buffer, the feed."""
