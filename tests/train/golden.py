@@ -11,7 +11,11 @@ import pytest
 from lean_trl.config import config_from_dict
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-RECORDS = json.loads((GOLDEN / "trl_offline.json").read_text())
+RECORDS = {
+    name: record
+    for file in ("trl_offline.json", "trl_preference.json")
+    for name, record in json.loads((GOLDEN / file).read_text()).items()
+}
 
 
 def model_folder(name: str, folder: Path) -> Path:
