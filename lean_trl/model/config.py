@@ -52,7 +52,8 @@ LIMITS = {
     "v_head_dim": 1 << 14,
 }
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
-DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop")
+# Noise that config.json may ask for in training.
+DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
 
 
 @dataclass(frozen=True)

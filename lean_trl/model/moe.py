@@ -47,7 +47,8 @@ class Router(nn.Module):
         # Moved by hand in pre-training to balance the experts, never by a gradient.
         correction = None
         if experts.score == "sigmoid":
-            correction = torch.empty(moe.num_experts, device=factory.get("device"))
+            factory["dtype"] = torch.float32
+            correction = torch.empty(moe.num_experts, **factory)
         self.register_buffer("e_score_correction_bias", correction)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

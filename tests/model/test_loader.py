@@ -58,6 +58,15 @@ def test_config_is_written_back_as_it_was_but_for_the_dtype(folder, tmp_path):
     assert list(after) == list(before)
 
 
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [("phi3", "resid_pdrop"), ("phi3", "embd_pdrop"), ("mixtral", "router_jitter_noise")],
+)
+def test_other_noise_counts_as_dropout(family, key):
+    raw = TINY | {"model_type": family, key: 0.2, "attention_dropout": 0.1}
+    assert new_model(raw).config.attention_dropout == 0.2
+
+
 def test_seeds(tmp_path):
     weights = [new_model(TINY, seed=seed).state_dict() for seed in (1, 1, 2)]
     name = "model.layers.0.self_attn.q_proj.weight"
