@@ -16,13 +16,14 @@ import numpy as np
 from lean_trl.config import Config, DataConfig, units_per_step
 from lean_trl.data.batch import build_batch, filler_batch
 from lean_trl.data.drafts import Reading
-from lean_trl.data.items import Items, make_items
+from lean_trl.data.items import Items, make_items, swap_completion
 from lean_trl.data.plan import Cut, Schedule, Window, cut_window, mix
 from lean_trl.data.prepare import Prepared, prepare
 from lean_trl.data.report import describe
 from lean_trl.data.sources import Source, resolve_sources
+from lean_trl.data.stream import RowStream, StreamFeed
 from lean_trl.data.tokenizer import Tokenizer
-from lean_trl.types import Batch, Example
+from lean_trl.types import Batch
 
 
 class Feed:
@@ -126,47 +127,105 @@ class EvalFeed(Feed):
         return super().__iter__()
 
 
-def swap_completion(example: Example, other: Example) -> Example:
-    """The prompt of `example` with the completion of `other`."""
-    assert example.scored is not None and other.scored is not None
-    prompt = len(example) - example.num_scored
-    completion = other.input_ids[len(other) - other.num_scored :]
-    ids = np.concatenate([example.input_ids[:prompt], completion])
-    return Example(ids, np.arange(len(ids)) >= prompt, source=example.source)
-
-
 def open_feeds(
     config: Config, tokenizer: Tokenizer, kind: str, rank: int = 0, world_size: int = 1
-) -> tuple[Feed, EvalFeed | None, str]:
+) -> tuple[Feed | StreamFeed, EvalFeed | None, str]:
     """(training windows, held-out windows or None, the data report) of one rank.
 
     kind: what the method trains on, a key of examples.KINDS. Raises ValueError for data that cannot
     be trained on.
     """
-    data, train = config.data, config.train
-    cut = Cut(train.micro_batch_size, train.max_tokens_per_micro_batch, world_size)
-    layout = {"padding_free": data.padding_free, "pad_to_multiple_of": data.pad_to_multiple_of}
-    options: dict[str, Any] = {"rank": rank, "layout": layout, "mismatch": kind == "unpaired"}
+    feed: Feed | StreamFeed
+    if config.data.streaming:
+        feed, report = _open_stream(config, tokenizer, kind, rank, world_size)
+    else:
+        feed, report = _open_train(config, tokenizer, kind, rank, world_size)
+    if config.data.eval_path is None and config.data.eval_split is None:
+        return feed, None, report
+    held_out, more = _open_eval(config, tokenizer, kind, rank, world_size)
+    return feed, held_out, f"{report}\n{more}"
 
+
+def _open_train(
+    config: Config, tokenizer: Tokenizer, kind: str, rank: int, world_size: int
+) -> tuple[Feed, str]:
+    data, train = config.data, config.train
     sources, prepared = _prepare(data, kind, tokenizer)
     items = make_items(prepared, data, kind, packing=data.packing)
     weights = [source.weight for source in sources if source.weight is not None]
     mixture = mix(items.source, weights or None, data.shuffle, config.seed)
     window_size = units_per_step(train, world_size)
     steps = train.max_steps or -(-mixture.num_items // window_size) * train.num_epochs
-    feed = Feed(items, cut, Schedule(mixture, window_size, steps), **options)
-    report = describe("train", items, mixture, sources, prepared.formats, data, train)
-    if data.eval_path is None and data.eval_split is None:
-        return feed, None, report
+    schedule = Schedule(mixture, window_size, steps)
+    feed = Feed(items, _cut(config, world_size), schedule, **_options(config, kind, rank))
+    return feed, describe("train", items, mixture, sources, prepared.formats, data, train)
 
+
+def _open_eval(
+    config: Config, tokenizer: Tokenizer, kind: str, rank: int, world_size: int
+) -> tuple[EvalFeed, str]:
+    data, train = config.data, config.train
     sources, prepared = _prepare(data, kind, tokenizer, held_out=True)
     items = make_items(prepared, data, kind, packing=False)
     mixture = mix(items.source, None, False, 0)
     size = train.micro_batch_size * world_size
     schedule = Schedule(mixture, size, -(-mixture.num_items // size))
-    eval_feed = EvalFeed(items, cut, schedule, **options)
-    held_out = describe("eval", items, mixture, sources, prepared.formats, data, train)
-    return feed, eval_feed, f"{report}\n{held_out}"
+    feed = EvalFeed(items, _cut(config, world_size), schedule, **_options(config, kind, rank))
+    return feed, describe("eval", items, mixture, sources, prepared.formats, data, train)
+
+
+def _open_stream(
+    config: Config, tokenizer: Tokenizer, kind: str, rank: int, world_size: int
+) -> tuple[StreamFeed, str]:
+    data, train = config.data, config.train
+    if train.max_steps is None:
+        raise ValueError(
+            "data.streaming does not know how many rows there are: set train.max_steps"
+        )
+    if data.packing:
+        raise ValueError(
+            "data.packing needs all lengths before the first step, which data.streaming has not: "
+            "leave one of them out "
+            "(train.max_tokens_per_micro_batch fills micro-batches of a stream)"
+        )
+    sources = resolve_sources(data.path, data.split, data.revision)
+    if any(source.weight is not None for source in sources):
+        raise ValueError("weights in data.path need all rows to be known: leave data.streaming out")
+    files = [file for source in sources for file in source.files]
+    budget = train.max_tokens_per_micro_batch
+    if budget is not None and (data.max_length is None or data.max_length > budget):
+        raise ValueError(
+            f"train.max_tokens_per_micro_batch {budget} needs data.max_length <= {budget} to stream"
+        )
+    feed = StreamFeed(
+        RowStream(files, shuffle=data.shuffle, seed=config.seed),
+        reading(data, kind),
+        tokenizer,
+        _cut(config, world_size),
+        window_size=units_per_step(train, world_size),
+        steps=train.max_steps,
+        rank=rank,
+        max_length=data.max_length,
+        keep_end=data.truncation_mode == "keep_end",
+        drop_overlong=data.overlong == "drop",
+        layout=_layout(data),
+    )
+    size = sum(file.stat().st_size for file in files)
+    return feed, f"train data: streaming {len(files)} files, {size / 2**20:.1f} MiB"
+
+
+def _cut(config: Config, world_size: int) -> Cut:
+    train = config.train
+    return Cut(train.micro_batch_size, train.max_tokens_per_micro_batch, world_size)
+
+
+def _layout(data: DataConfig) -> dict[str, Any]:
+    """Arguments of build_batch."""
+    return {"padding_free": data.padding_free, "pad_to_multiple_of": data.pad_to_multiple_of}
+
+
+def _options(config: Config, kind: str, rank: int) -> dict[str, Any]:
+    return {"rank": rank, "layout": _layout(config.data), "mismatch": kind == "unpaired"}
 
 
 def _prepare(

@@ -16,7 +16,7 @@ from lean_trl.data.packing import fragments, pack
 from lean_trl.data.plan import Table
 from lean_trl.data.prepare import Drops, Prepared
 from lean_trl.data.store import Store
-from lean_trl.types import UNITS
+from lean_trl.types import UNITS, Example
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _keep(store: Store, good: np.ndarray, drops: Drops, reason: str) -> Store:
 
 
 def _pack(store: Store, data: DataConfig) -> tuple[Store, np.ndarray, int]:
-    """(segments in the order of their bins, bin offsets, bins dropped for having nothing to train on).
+    """(segments in the order of their bins, bin offsets, bins dropped as none of them is scored).
 
     Sources do not share bins.
     """
@@ -152,3 +152,12 @@ def _pack(store: Store, data: DataConfig) -> tuple[Store, np.ndarray, int]:
 
 def _offsets(counts: np.ndarray) -> np.ndarray:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+
+
+def swap_completion(example: Example, other: Example) -> Example:
+    """The prompt of `example` with the completion of `other`."""
+    assert example.scored is not None and other.scored is not None
+    prompt = len(example) - example.num_scored
+    completion = other.input_ids[len(other) - other.num_scored :]
+    ids = np.concatenate([example.input_ids[:prompt], completion])
+    return Example(ids, np.arange(len(ids)) >= prompt, source=example.source)

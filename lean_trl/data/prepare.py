@@ -24,7 +24,7 @@ import numpy as np
 from tqdm import tqdm
 
 from lean_trl.data.drafts import Draft, Reader, Reading
-from lean_trl.data.encode import Encoder, align_pair
+from lean_trl.data.encode import Encoded, Encoder, align_pair
 from lean_trl.data.examples import ACCEPTED, UNSCORED, read_row
 from lean_trl.data.messages import RowError
 from lean_trl.data.rows import Row, read_rows
@@ -97,6 +97,8 @@ def prepare(
         # The kernel drops the lock when its holder dies, so nobody waits for a dead process.
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
+            for left_over in cache.glob(f"{folder.name}.*/"):  # by a process that died
+                shutil.rmtree(left_over)
             draft = folder.with_suffix(f".{os.getpid()}")
             draft.mkdir()
             try:
@@ -150,7 +152,9 @@ def _write(
                         continue
                     formats[form] += 1
                     drafts += [(index, draft) for draft in read]
-                _encode(drafts, encoder, writer, number, reading.kind)
+                for index, draft, item in encode_drafts(drafts, encoder, reading.kind):
+                    more = {"extras": draft.extras, "columns": draft.columns}
+                    writer.add(item, file=number, row=index, **more)
                 rows += len(block)
                 bar.update(len(block))
         if not len(writer):
@@ -164,13 +168,10 @@ def _blocks(rows: Iterable[tuple[int, Row]]) -> Iterator[list[tuple[int, Row]]]:
         yield block
 
 
-def _encode(
-    drafts: Sequence[tuple[int, Draft]],
-    encoder: Encoder,
-    writer: StoreWriter,
-    file: int,
-    kind: str,
-) -> None:
+def encode_drafts(
+    drafts: Sequence[tuple[int, Draft]], encoder: Encoder, kind: str
+) -> Iterator[tuple[int, Draft, list[Encoded]]]:
+    """(row, draft, its one or two (ids, scored)) of each draft, all encoded at once."""
     encoded = iter(encoder.encode([piece for _, draft in drafts for piece in draft.pieces]))
     for row, draft in drafts:
         item = list(islice(encoded, len(draft.pieces)))
@@ -178,7 +179,7 @@ def _encode(
             item = [(ids, np.zeros(len(ids), bool)) for ids, _ in item]
         elif len(item) == 2:
             item = align_pair(item)
-        writer.add(item, file=file, row=row, extras=draft.extras, columns=draft.columns)
+        yield row, draft, item
 
 
 def _nothing(

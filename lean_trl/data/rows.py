@@ -16,6 +16,7 @@ import json
 import lzma
 import re
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -77,24 +78,29 @@ def format_of(path: Path) -> str | None:
     )
 
 
-def read_rows(path: Path) -> Iterator[Row]:
-    """The rows of one file, in order.
+def read_rows(path: Path, first: int = 0) -> Iterator[Row]:
+    """The rows of one file in order, from row number `first` on.
 
     Raises ValueError that names the line where a file is broken.
     """
     form = format_of(path)
     if form == ".parquet":
-        yield from _parquet_rows(path)
+        yield from _parquet_rows(path, first)
     elif form == ".arrow":
-        yield from _arrow_rows(path)
+        yield from islice(_arrow_rows(path), first, None)
     elif form in (".csv", ".tsv"):
-        yield from _csv_rows(path, "\t" if form == ".tsv" else ",")
+        yield from islice(_csv_rows(path, "\t" if form == ".tsv" else ","), first, None)
     elif form == ".json" and _is_array(path):
         with open_bytes(path) as stream:
-            yield from _checked(json.load(stream), path)
+            yield from islice(_objects(json.load(stream), path), first, None)
     else:
         with open_bytes(path) as stream:
-            yield from _checked(json_lines(stream, path), path)
+            yield from islice(_objects(_json_lines(stream, path), path), first, None)
+
+
+def is_lines(path: Path) -> bool:
+    """A plain file of one JSON value a line, which can be entered at any line."""
+    return path.suffix in (".jsonl", ".ndjson")
 
 
 def open_bytes(path: Path) -> IO[bytes]:
@@ -106,15 +112,19 @@ def open_bytes(path: Path) -> IO[bytes]:
     return COMPRESSED.get(path.suffix, open)(path, "rb")
 
 
-def json_lines(stream: IO[bytes], path: Path, first_line: int = 1) -> Iterator[Any]:
+def parse_line(line: bytes, path: Path, number: int) -> Any:
+    """The JSON value of line `number` (from 1)."""
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
+
+
+def _json_lines(stream: IO[bytes], path: Path) -> Iterator[Any]:
     """One value for each line that is not blank."""
-    for number, line in enumerate(stream, first_line):
-        if not line.strip():
-            continue
-        try:
-            yield json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
+    for number, line in enumerate(stream, 1):
+        if line.strip():
+            yield parse_line(line, path, number)
 
 
 def _is_array(path: Path) -> bool:
@@ -122,13 +132,17 @@ def _is_array(path: Path) -> bool:
         return stream.read(256).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["
 
 
-def _checked(values: Iterator[Any] | Sequence[Any], path: Path) -> Iterator[Row]:
-    for index, value in enumerate(values):
-        if not isinstance(value, dict):
-            raise ValueError(
-                f"{path}, row {index}: a row is an object with named columns, got {value!r:.80}"
-            )
-        yield value
+def check_object(value: Any, path: Path, index: int) -> Row:
+    """`value` when it is a row."""
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"{path}, row {index}: a row is an object with named columns, got {value!r:.80}"
+        )
+    return value
+
+
+def _objects(values: Iterator[Any] | Sequence[Any], path: Path) -> Iterator[Row]:
+    return (check_object(value, path, index) for index, value in enumerate(values))
 
 
 def _csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
@@ -137,12 +151,17 @@ def _csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
         yield from csv.DictReader(text, delimiter=delimiter)
 
 
-def _parquet_rows(path: Path) -> Iterator[Row]:
+def _parquet_rows(path: Path, first: int) -> Iterator[Row]:
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(str(path), memory_map=True) as file:
-        for batch in file.iter_batches(batch_size=1024):
-            yield from map(without_nulls, batch.to_pylist())
+        groups = list(range(file.num_row_groups))
+        while groups and first >= file.metadata.row_group(groups[0]).num_rows:
+            first -= file.metadata.row_group(groups.pop(0)).num_rows
+        for batch in file.iter_batches(batch_size=1024, row_groups=groups):
+            rows = batch.slice(min(first, len(batch))).to_pylist()
+            first -= len(batch) - len(rows)
+            yield from map(without_nulls, rows)
 
 
 def _arrow_rows(path: Path) -> Iterator[Row]:

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from lean_trl.config import Config, DataConfig, TrainConfig
-from lean_trl.data.feed import Feed, open_feeds, swap_completion
+from lean_trl.data.feed import Feed, open_feeds
+from lean_trl.data.items import swap_completion
 from lean_trl.data.plan import Window
 from lean_trl.data.tokenizer import Tokenizer, load_tokenizer
 from lean_trl.types import Example
