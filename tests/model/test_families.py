@@ -214,6 +214,22 @@ def test_latent_attention_without_compressed_queries(tmp_path):
     torch.testing.assert_close(logits(load_model(tmp_path), ids), expected, atol=1e-4, rtol=0)
 
 
+def test_long_and_short_sequences_in_one_batch(tmp_path):
+    """48 tokens take longrope's long factors and 37 its short ones, side by side too."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0 + 0.1 * i for i in range(6)],
+        "long_factor": [2.0 + 0.7 * i for i in range(6)],
+        "partial_rotary_factor": 0.75,
+    }
+    peer = make("phi3", tmp_path, rope_parameters=rope, original_max_position_embeddings=40)
+    ids = sequences()
+    with torch.no_grad():
+        expected = torch.cat([peer(each[None]).logits[0] for each in ids])
+    torch.testing.assert_close(logits(load_model(tmp_path), ids), expected, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "llama3rope_tied", "qwen3_moe"])
 def test_recorded_models(name, root):
     folder = root / "tests" / "golden" / "models" / name
