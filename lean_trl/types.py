@@ -91,6 +91,7 @@ class Example:
 
     @property
     def num_scored(self) -> int:
+        assert self.scored is not None  # filled in when it was left out
         return int(np.count_nonzero(self.scored))
 
 
