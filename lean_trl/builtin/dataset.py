@@ -13,11 +13,13 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from lean_trl.builtin import problems
+from lean_trl.builtin import preferences, problems
+from lean_trl.builtin.preferences import preference_row, unpaired_row
 from lean_trl.builtin.problems import EASY, HARD, Problem, conversation_row
 
 # The held-out files come first, so that their rows do not depend on how much is trained on.
@@ -27,43 +29,55 @@ SPLITS = {
     "train_easy": (EASY, 9600),
     "train_hard": (HARD, 3200),
 }
+# What is trained on -> its rows, made of the conversations. All kinds ask the same questions.
+KINDS = ("sft", "preference", "reward", "unpaired")
 
 
-def make_rows(seed: int = 0) -> dict[str, list[dict[str, Any]]]:
+def make_rows(seed: int = 0, kind: str = "sft") -> dict[str, list[dict[str, Any]]]:
     """{split: rows}; the same seed gives the same rows on every machine."""
     seen: set[Problem] = set()
     splits = {}
     for split, (level, count) in SPLITS.items():
-        rng = Random(f"{seed} {split}")
-        stream = problems.problems(level, rng, seen)
-        splits[split] = [conversation_row(next(stream), rng) for _ in range(count)]
+        rng, faults = Random(f"{seed} {split}"), Random(f"{seed} {split} {kind}")
+        splits[split] = [
+            _turned(kind, conversation_row(problem, rng), problem, faults)
+            for problem in islice(problems.problems(level, rng, seen), count)
+        ]
     return splits
 
 
-def write_dataset(folder: Path, seed: int = 0) -> None:
+def _turned(kind: str, row: dict[str, Any], problem: Problem, rng: Random) -> dict[str, Any]:
+    if kind == "unpaired":
+        return unpaired_row(row, problem, rng)
+    return row if kind == "sft" else preference_row(row, problem, rng)
+
+
+def write_dataset(folder: Path, seed: int = 0, kind: str = "sft") -> None:
     """Write `folder`/<split>.parquet for every split."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    for split, rows in make_rows(seed).items():
+    for split, rows in make_rows(seed, kind).items():
         pq.write_table(pa.Table.from_pylist(rows), folder / f"{split}.parquet")
 
 
-def dataset_folder() -> Path:
-    """The folder of the built-in dataset, written now if it is not there.
+def dataset_folder(kind: str = "sft") -> Path:
+    """The folder of the built-in dataset, written now if it is not there; kind: one of KINDS.
 
     It appears under its name only when it is complete; ranks that race write the same rows, and the
     first wins.
     """
     from huggingface_hub.constants import HF_HOME
 
-    folder = Path(HF_HOME) / "lean_trl" / f"builtin-{_fingerprint()}"
+    if kind not in KINDS:
+        raise ValueError(f"there are no built-in rows for {kind}: set data.path")
+    folder = Path(HF_HOME) / "lean_trl" / f"builtin-{kind}-{_fingerprint()}"
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             written = Path(scratch) / "rows"
             written.mkdir()
-            write_dataset(written)
+            write_dataset(written, kind=kind)
             try:
                 os.rename(written, folder)
             except OSError:  # another process was first
@@ -80,5 +94,5 @@ def dataset_path(split: str) -> Path:
 
 
 def _fingerprint() -> str:
-    sources = [Path(module) for module in (__file__, problems.__file__)]
+    sources = [Path(module) for module in (__file__, problems.__file__, preferences.__file__)]
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]

@@ -30,7 +30,7 @@ class Feed:
     """Windows of one rank, in order; continues where load_state_dict says.
 
     layout: arguments of build_batch. mismatch: give every batch the completions of other rows too,
-    for KTO.
+    for KTO, with at most max_length tokens.
     """
 
     def __init__(
@@ -42,9 +42,11 @@ class Feed:
         rank: int = 0,
         layout: Mapping[str, Any] | None = None,
         mismatch: bool = False,
+        max_length: int | None = None,
     ) -> None:
         self.items, self.cut, self.schedule, self.rank = items, cut, schedule, rank
         self._layout, self._mismatch = dict(layout or {}), mismatch
+        self._max_length = max_length
         self._next = 0
         self._reading = np.zeros(0, np.int64)
         longest = int(items.table.counts["processed"].max())
@@ -86,7 +88,9 @@ class Feed:
         batch = build_batch(examples, **self._layout)
         if not self._mismatch:
             return batch
-        swapped = [swap_completion(store[i], store[others[i]]) for i in items.tolist()]
+        swapped = [
+            swap_completion(store[i], store[others[i]], self._max_length) for i in items.tolist()
+        ]
         return replace(batch, mismatched=build_batch(swapped, **self._layout))
 
     def reading(self) -> list[tuple[str, int]]:
@@ -188,7 +192,7 @@ def _open_stream(
             "leave one of them out "
             "(train.max_tokens_per_micro_batch fills micro-batches of a stream)"
         )
-    sources = resolve_sources(data.path, data.split, data.revision)
+    sources = resolve_sources(data.path, data.split, data.revision, kind)
     if any(source.weight is not None for source in sources):
         raise ValueError("weights in data.path need all rows to be known: leave data.streaming out")
     files = [file for source in sources for file in source.files]
@@ -225,7 +229,12 @@ def _layout(data: DataConfig) -> dict[str, Any]:
 
 
 def _options(config: Config, kind: str, rank: int) -> dict[str, Any]:
-    return {"rank": rank, "layout": _layout(config.data), "mismatch": kind == "unpaired"}
+    return {
+        "rank": rank,
+        "layout": _layout(config.data),
+        "mismatch": kind == "unpaired",
+        "max_length": config.data.max_length,
+    }
 
 
 def _prepare(
@@ -234,7 +243,7 @@ def _prepare(
     path, split = data.path, data.split
     if held_out:
         path, split = data.eval_path or data.path, data.eval_split
-    sources = resolve_sources(path, split, data.revision)
+    sources = resolve_sources(path, split, data.revision, kind)
     cache = Path(data.cache_dir).expanduser() if data.cache_dir else Path.home() / ".cache/lean_trl"
     return sources, prepare(sources, reading(data, kind), tokenizer, cache)
 

@@ -48,13 +48,16 @@ def resolve_model(
     return _snapshot(str(path), revision, "model", patterns)
 
 
-def resolve_dataset(path: str | Path | None, revision: str | None = None) -> Path:
+def resolve_dataset(
+    path: str | Path | None, revision: str | None = None, *, kind: str = "sft"
+) -> Path:
     """The file or folder of rows: `path` itself, or the downloaded snapshot of dataset `path`.
 
-    None is the built-in arithmetic. Raises ValueError when it can be had from nowhere.
+    None is the built-in arithmetic, in rows of `kind`. Raises ValueError when it can be had from
+    nowhere.
     """
     if path is None:
-        return builtin.dataset_folder()
+        return builtin.dataset_folder(kind)
     local = Path(path)
     if local.exists():
         return local

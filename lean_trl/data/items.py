@@ -154,10 +154,10 @@ def _offsets(counts: np.ndarray) -> np.ndarray:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
 
 
-def swap_completion(example: Example, other: Example) -> Example:
-    """The prompt of `example` with the completion of `other`."""
+def swap_completion(example: Example, other: Example, max_length: int | None = None) -> Example:
+    """The prompt of `example` with the completion of `other`, cut at its end to max_length."""
     assert example.scored is not None and other.scored is not None
     prompt = len(example) - example.num_scored
     completion = other.input_ids[len(other) - other.num_scored :]
-    ids = np.concatenate([example.input_ids[:prompt], completion])
+    ids = np.concatenate([example.input_ids[:prompt], completion])[:max_length]
     return Example(ids, np.arange(len(ids)) >= prompt, source=example.source)

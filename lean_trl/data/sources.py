@@ -21,9 +21,14 @@ class Source:
 
 
 def resolve_sources(
-    path: str | Sequence[str | Mapping[str, Any]] | None, split: str | None, revision: str | None
+    path: str | Sequence[str | Mapping[str, Any]] | None,
+    split: str | None,
+    revision: str | None,
+    kind: str = "sft",
 ) -> list[Source]:
     """The sources that `path` names: a file, folder or hub id, or a list of such.
+
+    kind: what rows the built-in data (None) are made into.
 
     An entry of a list is a path, or a map {path, weight, split, revision}. Raises ValueError for an
     entry that is neither, for weights that only some have, and for weights that are not positive.
@@ -38,7 +43,7 @@ def resolve_sources(
             raise ValueError(
                 f"data.path: {entry!r} is no source: give a path, or {{{', '.join(known)}}}"
             )
-        local = resolve_dataset(options["path"], options.get("revision", revision))
+        local = resolve_dataset(options["path"], options.get("revision", revision), kind=kind)
         files = find_files(local, options.get("split", split))
         weight = options.get("weight")
         if weight is not None and (

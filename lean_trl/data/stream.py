@@ -263,5 +263,5 @@ class StreamFeed:
         batch = build_batch(examples, **self._layout)
         if self._kind != "unpaired":
             return batch
-        swapped = [swap_completion(items[i][0], items[i - 1][0]) for i in chunk]
+        swapped = [swap_completion(items[i][0], items[i - 1][0], self._max_length) for i in chunk]
         return replace(batch, mismatched=build_batch(swapped, **self._layout))
