@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
 import torch.distributed as dist
 
 from lean_trl.loss_config import LossConfig
@@ -30,7 +31,7 @@ def with_router_loss(method: Method, loss: LossConfig, model: ModelConfig) -> Me
     coef = model.moe.aux_loss_coef if coef is None else coef
     if not coef:
         return method
-    top_k = model.moe.top_k
+    top_k, num_experts = model.moe.top_k, model.moe.num_experts
 
     def objective(scores: Scores, batch: Batch) -> LossTerms:
         terms = method.objective(scores, batch)
@@ -47,7 +48,9 @@ def with_router_loss(method: Method, loss: LossConfig, model: ModelConfig) -> Me
     ) -> list[Batch]:
         if method.window_statistics is not None:
             batches = method.window_statistics(score, batches, group)
-        counts = sum(score(batch).expert_counts for batch in batches)
+        counts = torch.zeros(num_experts, device=batches[0].input_ids.device)
+        for batch in batches:
+            counts += score(batch).expert_counts
         if group is not None:
             dist.all_reduce(counts, group=group)
         shares = expert_shares(counts, top_k)
