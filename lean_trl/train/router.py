@@ -50,7 +50,9 @@ def with_router_loss(method: Method, loss: LossConfig, model: ModelConfig) -> Me
             batches = method.window_statistics(score, batches, group)
         counts = torch.zeros(num_experts, device=batches[0].input_ids.device)
         for batch in batches:
-            counts += score(batch).expert_counts
+            chosen = score(batch).expert_counts
+            assert chosen is not None
+            counts += chosen
         if group is not None:
             dist.all_reduce(counts, group=group)
         shares = expert_shares(counts, top_k)
