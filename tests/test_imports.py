@@ -50,6 +50,7 @@ FLOORS = {
     "lean_trl.train.step": 4,
     "lean_trl.rollout": 5,
     "lean_trl.train.methods": 5,
+    "lean_trl.train.online": 5,
     "lean_trl.train.preference": 5,
     "lean_trl.train.reference": 6,
     "lean_trl.plan": 6,

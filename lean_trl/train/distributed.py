@@ -55,6 +55,9 @@ def join_world(timeout_s: float) -> Iterator[World]:
         store = dist.HashStore()  # a mesh of one needs a group, but no network
     else:
         store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+        # torchrun's store outlives a restart: addresses of the ranks before would still be in it.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"attempt.{attempt}", store)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,7 @@ from lean_trl.train.score import move_reference, referenced
 from lean_trl.train.showcase import is_builtin_task, show
 from lean_trl.train.signals import STOP, Signals
 from lean_trl.train.step import train_step
+from lean_trl.train.watchdog import Place, Watchdog
 from lean_trl.types import Method
 
 
@@ -83,6 +84,7 @@ class Run:
     reference: CausalLM | None = None  # frozen; None: not needed, or its log-probs are on disk
     step: int = 0  # optimizer steps done
     saved_step: int = 0  # of the newest checkpoint
+    place: Place = field(default_factory=Place)
 
     def say(self, message: str) -> None:
         """Print on rank 0."""
@@ -92,13 +94,16 @@ class Run:
 
 def train(config: Config) -> None:
     """Run the settings from start to end: train (or only evaluate) and write `output_dir`."""
-    with join_world(config.distributed.timeout_s) as world:
-        train_as(world, config)
+    timeout_s = config.distributed.timeout_s
+    with join_world(timeout_s) as world, Watchdog(world, timeout_s) as watchdog:
+        train_as(world, config, watchdog.place)
 
 
-def train_as(world: World, config: Config) -> None:
-    """What one rank does of `train`."""
+def train_as(world: World, config: Config, place: Place | None = None) -> None:
+    """What one rank does of `train`; it notes in `place` what it is at."""
     run = set_up(config, world)
+    run.place = place or run.place
+    run.place.reading = run.train_feed.reading
     if run.step == 0 or config.eval_only:
         report_evaluation(run)
         report_showcase(run, count=25)
@@ -207,6 +212,7 @@ def fit(run: Run, signals: Signals) -> bool:
     settings, steps, every = run.config.train, run.train_feed.steps, run.config.checkpoint.every
     run.model.train()
     run.log.pause()
+    run.place.step = run.step + 1
     for window in referenced(run.train_feed, run.reference):
         factor = lr_factor(settings.lr_scheduler, run.step, steps, settings.warmup_steps)
         learning_rate = settings.learning_rate * factor
@@ -218,10 +224,11 @@ def fit(run: Run, signals: Signals) -> bool:
             run.optimizer,
             totals=window.totals,
             max_grad_norm=settings.max_grad_norm,
-            around=run.around,
+            around=run.place.follow(window.batches, run.around),
             group=run.world.group,
         )
         run.step += 1
+        run.place.step, run.place.rows = run.step + 1, ()
         sync_reference(run)
         run.log.add(
             run.step,
