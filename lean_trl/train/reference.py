@@ -11,21 +11,23 @@ from typing import Any
 import torch
 
 from lean_trl.config import Config
-from lean_trl.data.feed import Feed
+from lean_trl.data.feed import Feed, open_feeds
 from lean_trl.data.hub import resolve_model
-from lean_trl.data.tokenizer import Tokenizer
+from lean_trl.data.stream import StreamFeed
+from lean_trl.data.tokenizer import Tokenizer, load_tokenizer
 from lean_trl.model.config import read_config
 from lean_trl.model.decoder import CausalLM
 from lean_trl.model.loader import fill_model, load_model, new_model, randomise_model
 from lean_trl.model.safetensors_io import read_json
 from lean_trl.techniques.shard import DTYPES, Precision, Sharding, needs_mesh
-from lean_trl.train.distributed import World
+from lean_trl.train.distributed import World, join_world
+from lean_trl.train.methods import METHODS
 from lean_trl.train.precompute import fingerprint_model, load_logprobs, write_logprobs
 from lean_trl.train.score import freeze
 
 
 def open_reference(
-    config: Config, feeds: Sequence[Feed | None], tokenizer: Tokenizer, world: World
+    config: Config, feeds: Sequence[Feed | StreamFeed | None], tokenizer: Tokenizer, world: World
 ) -> CausalLM | None:
     """The frozen model that scores each window; None when the feeds bring its log-probs themselves.
 
@@ -39,24 +41,36 @@ def open_reference(
     for name, feed in zip(("train", "eval"), feeds, strict=True):
         if feed is None:
             continue
-        folder = Path(config.output_dir) / "ref_logprobs" / name
-        store = load_logprobs(folder, feed.items.store, made_from)
+        items = _known(feed).items
+        store = load_logprobs(_folder(config, name), items.store, made_from)
         if store is None:
             model = model or frozen_model(config, world)
-            store = _score(config, feed, folder, model, made_from, world)
-        feed.items = replace(feed.items, store=store)
+            _score(config, _known(feed), _folder(config, name), model, made_from, world)
+            store = load_logprobs(_folder(config, name), items.store, made_from)
+            assert store is not None
+        _known(feed).items = replace(items, store=store)
     return None
 
 
-def score_feeds(
-    config: Config, feeds: Sequence[Feed | None], tokenizer: Tokenizer, world: World
-) -> None:
-    """Score the rows of the feeds with the reference, whatever is on disk."""
-    made_from, model = _made_from(config, tokenizer), frozen_model(config, world)
-    for name, feed in zip(("train", "eval"), feeds, strict=True):
-        if feed is not None:
-            folder = Path(config.output_dir) / "ref_logprobs" / name
-            _score(config, feed, folder, model, made_from, world)
+def score_rows(config: Config) -> None:
+    """Score all rows of the settings with the reference, whatever is on disk.
+
+    Raises ValueError for a method without a reference.
+    """
+    method = METHODS[config.method].bind(config.loss)
+    if not method.reference:
+        raise ValueError(f"{config.method} with loss {config.loss.loss_type} has no reference")
+    with join_world(config.distributed.timeout_s) as world:
+        tokenizer = load_tokenizer(config.model)
+        train_feed, eval_feed, report = open_feeds(
+            config, tokenizer, method.examples, world.rank, world.size
+        )
+        if world.is_main:
+            print(report, flush=True)
+        made_from, model = _made_from(config, tokenizer), frozen_model(config, world)
+        for name, feed in (("train", train_feed), ("eval", eval_feed)):
+            if feed is not None:
+                _score(config, _known(feed), _folder(config, name), model, made_from, world)
 
 
 def frozen_model(config: Config, world: World) -> CausalLM:
@@ -69,7 +83,7 @@ def frozen_model(config: Config, world: World) -> CausalLM:
     cut = needs_mesh(config)
     device = torch.device("meta") if cut else world.device
     options: dict[str, Any] = {"dtype": dtype, "device": device, "attention": settings.attention}
-    folder = _folder(config)
+    folder = _model_folder(config)
     if settings.ref_path:
         _check_vocabulary(config, folder)
     built_in = folder == resolve_model(None)
@@ -90,7 +104,19 @@ def frozen_model(config: Config, world: World) -> CausalLM:
     return model
 
 
-def _folder(config: Config) -> Path:
+def _folder(config: Config, name: str) -> Path:
+    return Path(config.output_dir) / "ref_logprobs" / name
+
+
+def _known(feed: Feed | StreamFeed) -> Feed:
+    if isinstance(feed, Feed):
+        return feed
+    raise ValueError(
+        "loss.precompute_ref_log_probs needs to know all rows: set data.streaming false"
+    )
+
+
+def _model_folder(config: Config) -> Path:
     settings = config.model
     if settings.ref_path:
         return resolve_model(settings.ref_path)
@@ -109,7 +135,7 @@ def _check_vocabulary(config: Config, folder: Path) -> None:
 
 def _made_from(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
     """What log-probs depend on, in words and fingerprints; the token ids come with the store."""
-    folder = _folder(config)
+    folder = _model_folder(config)
     seed = config.seed if folder == resolve_model(None) else None
     source = "" if tokenizer.chat is None else tokenizer.chat.source
     template = hashlib.blake2b(source.encode(), digest_size=16).hexdigest()
@@ -131,11 +157,10 @@ def _score(
     model: CausalLM,
     made_from: dict[str, Any],
     world: World,
-) -> Any:
+) -> None:
     if world.is_main:
         print(f"scoring {len(feed.items)} items with the reference into {folder}", flush=True)
     store, items = feed.items.store, config.train.micro_batch_size
     write_logprobs(
         folder, store, feed.items.offsets, model, made_from, world, items_per_batch=items
     )
-    return load_logprobs(folder, store, made_from)
