@@ -99,10 +99,11 @@ class Example:
 class Extra:
     """What a name in Batch.extras means.
 
-    axis: U per scored token, S per sequence, P per pair, E per expert (the same in each batch).
+    axis: U per scored token, S per sequence, P per pair; the same in each batch of a window: E per
+    expert, W one value.
     """
 
-    axis: Literal["U", "S", "P", "E"]
+    axis: Literal["U", "S", "P", "E", "W"]
     dtype: torch.dtype
     meaning: str
 
@@ -113,7 +114,13 @@ EXTRAS: dict[str, Extra] = {
         "U", torch.float32, "log-probability of the token under the frozen reference"
     ),
     "old_logprobs": Extra("U", torch.float32, "log-probability of the token when it was sampled"),
+    "sampled_logprobs": Extra("U", torch.float32, "log-probability that the engine reported"),
+    "importance_weights": Extra("U", torch.float32, "correction of engine to trainer, a factor"),
     "advantages": Extra("S", torch.float32, "advantage of the sequence"),
+    "reward": Extra("S", torch.float32, "reward of the sequence, all functions together"),
+    "entropy_threshold": Extra("W", torch.float32, "entropy that a token must reach to be learnt"),
+    "entropy_kept": Extra("W", torch.float32, "share of the window's tokens that reach it"),
+    "entropy_coef": Extra("W", torch.float32, "weight of the entropy bonus in this window"),
     "expert_shares": Extra(
         "E", torch.float32, "share of the window's tokens that chose the expert"
     ),
@@ -163,6 +170,8 @@ class Batch:
     num_real_tokens: int  # tokens in [T] that are not padding (a shared prefix counts once)
     num_pairs: int = 0
     num_groups: int = 0
+    temperature: float = 1.0  # the scored tokens were sampled at it: logits are divided by it
+    max_completion_length: int = 0  # tokens that a completion could have had; 0: not sampled
     sources: tuple[tuple[str, int], ...] = ()  # [S]; (file, row) of each sequence, for messages
     # The same prompts with completions of other rows, for KTO's KL: scored, never trained on.
     mismatched: Batch | None = None

@@ -21,7 +21,7 @@ KINDS: dict[str, tuple[Format, ...]] = {
     "preference": _PAIRS,
     "reward": _PAIRS,
     "unpaired": (formats.unpaired, formats.tokenised_unpaired, formats.unpaired_from_preference),
-    "prompt": (formats.prompt_only, formats.tokenised_prompt),
+    "prompt": (formats.prompt_only, formats.prompt_of_conversation, formats.tokenised_prompt),
 }
 
 # Kinds whose objective reads no token's log-probability: their rows need none scored.
@@ -36,7 +36,7 @@ ACCEPTED: dict[str, str] = {
     "preference": _PAIRED,
     "reward": _PAIRED,
     "unpaired": f"prompt, completion and label; prompt_ids, completion_ids and label; {_PAIRED}",
-    "prompt": "prompt; prompt_ids",
+    "prompt": "prompt; messages, with or without an answer at their end; prompt_ids",
 }
 
 

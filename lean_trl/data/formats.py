@@ -173,6 +173,20 @@ def prompt_only(row: Row, reader: Reader) -> Drafts:
     return [Draft([reader.prompt(row["prompt"], row)], columns=row)]
 
 
+def prompt_of_conversation(row: Row, reader: Reader) -> Drafts:
+    """messages: all before an answer that ends them; rewards read that as `answer`."""
+    if "messages" not in row:
+        return None
+    messages = read_messages(row["messages"], "messages")
+    columns = {name: value for name, value in row.items() if name != "messages"}
+    if messages[-1]["role"] == "assistant":
+        columns["answer"] = messages.pop()["content"]
+    if not messages:
+        raise RowError("messages asks nothing")
+    columns["prompt"] = messages
+    return [Draft([reader.prompt(messages, row)], columns=columns)]
+
+
 def tokenised_prompt(row: Row, reader: Reader) -> Drafts:
     """prompt_ids."""
     if "prompt_ids" not in row:

@@ -8,7 +8,7 @@ rank has to ask another.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -23,6 +23,8 @@ class Window:
     batches: list[Batch]  # on the CPU; as many on every rank
     totals: dict[str, int]  # over all ranks, see types.Totals
     epoch: float  # epochs done when this window is
+    # What the host knows of it and logs, the same on every rank.
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -149,8 +149,11 @@ class CausalLM(nn.Module):
         return self.model.layers
 
     def forward(
-        self, batch: Batch, want: Sequence[str] = (), *, temperature: float | Tensor = 1.0
+        self, batch: Batch, want: Sequence[str] = (), *, temperature: float | Tensor | None = None
     ) -> Scores:
+        """temperature: what logits are divided by; None: the batch's own."""
+        if temperature is None:
+            temperature = batch.temperature
         hidden, routing = self._run(batch)
         scores = self._score(hidden, batch, want, temperature)
         if routing is None:

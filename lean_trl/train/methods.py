@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from lean_trl.loss_config import LossConfig
 from lean_trl.losses import sft_loss
+from lean_trl.train.online import GRPO, ONLINE_DPO, RLOO
 from lean_trl.train.preference import DPO, KTO, REWARD
 from lean_trl.types import Batch, LossTerms, Method, Metric, Scores, Term
 
@@ -36,4 +37,7 @@ METHODS: dict[str, Method] = {
     "dpo": DPO,
     "reward": REWARD,
     "kto": KTO,
+    "grpo": GRPO,
+    "rloo": RLOO,
+    "online_dpo": ONLINE_DPO,
 }
