@@ -10,6 +10,7 @@ from lean_trl.config import DataConfig, TrainConfig
 from lean_trl.data.items import Items
 from lean_trl.data.plan import Mixture
 from lean_trl.data.sources import Source
+from lean_trl.data.store import Store
 
 
 def describe(
@@ -40,6 +41,8 @@ def describe(
             f"({_share(items.cut, tokens + items.cut)})"
         )
     lines += items.drops.lines(items.rows)
+    if same := identical_pairs(items.store):
+        lines.append(f"{same} pairs whose chosen and rejected are the same: kept, they teach little")
     if items.fill is not None:
         lines.append(
             f"packed into {len(items)} bins of {data.max_length} ({data.packing_strategy}), "
@@ -58,6 +61,18 @@ def describe(
             for source, count, have in zip(sources, used, per_source, strict=True)
         ]
     return "\n  ".join(lines)
+
+
+def identical_pairs(store: Store) -> int:
+    """Pairs whose two sequences are the same tokens."""
+    if not store.paired:
+        return 0
+    lengths = store.lengths
+    candidates = np.flatnonzero(lengths[0::2] == lengths[1::2])
+    return sum(
+        np.array_equal(*(store.tokens[store.start[s] : store.stop[s]] for s in (2 * p, 2 * p + 1)))
+        for p in candidates.tolist()
+    )
 
 
 def _check_effect(formats: Mapping[str, int], data: DataConfig) -> None:
