@@ -74,8 +74,8 @@ def two_steps(model, window: list[Batch], world: World) -> Steps:
     class SGD(torch.optim.SGD):
         def step(self):
             if not steps.grads:
-                named = model.named_parameters()
-                steps.grads |= {name: whole(p.grad).clone() for name, p in named}
+                grads = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+                steps.grads |= {name: whole(grad).clone() for name, grad in grads.items()}
             super().step()
 
     optimizer = SGD(model.parameters(), lr=0.1)
