@@ -341,6 +341,12 @@ FOREIGN_NAMES = {
     "eval_steps": "train.eval_every",
     "eval_strategy": "train.eval_every says when: steps between evaluations",
     "full_determinism": "train.deterministic",
+    # losses
+    "ref_model": "model.ref_path",
+    "ref_model_name_or_path": "model.ref_path",
+    "precompute_ref_batch_size": "the reference scores train.micro_batch_size items at a time",
+    "rpo_alpha": "loss.loss_type [sigmoid, sft] with loss.loss_weights",
+    "reference_free": "loss.loss_type simpo, orpo or cpo",
     # memory, distributed, outputs
     "gradient_checkpointing": "memory.activation_checkpointing",
     "ddp_timeout": "distributed.timeout_s",

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from lean_trl.config import config_from_dict
 from lean_trl.data.batch import build_batch, filler_batch
-from lean_trl.loss_config import LOSS_TYPES, LossConfig
+from lean_trl.loss_config import LOSS_TYPES
 from lean_trl.losses import DPO_LOSSES, KTO_LOSSES, dpo_loss, kto_loss
 from lean_trl.model import load_model
 from lean_trl.train.methods import METHODS
@@ -28,9 +29,8 @@ VOCAB = 40
 
 
 def bound(method, **settings):
-    defaults = {"dpo": "sigmoid", "reward": "bradley_terry", "kto": "kto"}
-    settings.setdefault("loss_type", defaults[method])
-    return METHODS[method].bind(LossConfig(**settings))
+    loss = config_from_dict({"method": method, "loss": settings}).loss
+    return METHODS[method].bind(loss)
 
 
 def draw(seed=0, num_pairs=6):
