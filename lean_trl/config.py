@@ -185,6 +185,9 @@ class CheckpointConfig:
 class LoggingConfig:
     every: Count = setting(1, "steps between lines of metrics.jsonl")
     progress: bool = setting(True, "show a progress bar (sparse lines where stderr is no terminal)")
+    tensorboard: bool = setting(False, "write output_dir/tensorboard too")
+    wandb: str | None = setting(None, "project on wandb that gets the numbers too")
+    trackio: str | None = setting(None, "project of trackio that gets the numbers too")
 
 
 @dataclass(frozen=True)
@@ -352,6 +355,10 @@ FOREIGN_NAMES = {
     "ddp_timeout": "distributed.timeout_s",
     "fsdp": "distributed.sharding",
     "logging_steps": "logging.every",
+    "report_to": "logging.tensorboard true, logging.wandb or logging.trackio with a project",
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep",
+    "resume_from_checkpoint": "checkpoint.resume; it finds the newest by itself",
     "disable_tqdm": "logging.progress",
     "do_eval": "eval_only",
     "use_liger_kernel": "the fused log-prob op is always used: leave it out",

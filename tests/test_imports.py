@@ -32,6 +32,7 @@ FLOORS = {
     "lean_trl.train.progress": 1,
     "lean_trl.train.schedule": 1,
     "lean_trl.train.signals": 1,
+    "lean_trl.train.trackers": 1,
     "lean_trl.train.watchdog": 1,
     "lean_trl.data": 2,
     "lean_trl.ops": 2,

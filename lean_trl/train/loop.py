@@ -62,6 +62,7 @@ from lean_trl.train.score import move_reference, referenced
 from lean_trl.train.showcase import is_builtin_task, show
 from lean_trl.train.signals import STOP, Signals
 from lean_trl.train.step import train_step
+from lean_trl.train.trackers import Trackers
 from lean_trl.train.watchdog import Place, Watchdog
 from lean_trl.types import Method
 
@@ -153,7 +154,9 @@ def set_up(config: Config, world: World) -> Run:
     if needs_mesh(config):
         fill(model, config, torch.device("cpu") if config.memory.cpu_offload else world.device)
     steps = 0 if newest is None else read_manifest(newest)["step"]
-    file = MetricsLog(folder / "metrics.jsonl", steps) if world.is_main else None
+    file = None
+    if world.is_main:
+        file = MetricsLog(folder / "metrics.jsonl", steps, Trackers(config))
     progress = Progress(train_feed.steps, enabled=world.is_main and config.logging.progress)
     run = Run(
         config=config,

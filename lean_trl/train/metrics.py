@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lean_trl.train.trackers import Trackers
 from lean_trl.types import Metric
 
 # A metric is a row of sums or of maxima until the end of the step; minima are maxima of the negated
@@ -102,10 +103,12 @@ class MetricsLog:
     """metrics.jsonl: one JSON object a step, flushed at once so that a killed run keeps its lines.
 
     NaN and infinities are written as null: they are not JSON. steps: how many the run has done; the
-    lines of later ones, which a run that ended abruptly left behind, are dropped.
+    lines of later ones, which a run that ended abruptly left behind, are dropped. trackers show the
+    numbers elsewhere too.
     """
 
-    def __init__(self, path: Path, steps: int = 0) -> None:
+    def __init__(self, path: Path, steps: int = 0, trackers: Trackers | None = None) -> None:
+        self._trackers = trackers
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -122,9 +125,13 @@ class MetricsLog:
         }
         self._file.write(json.dumps(clean) + "\n")
         self._file.flush()
+        if self._trackers is not None:
+            self._trackers.write(record["step"], {k: v for k, v in clean.items() if k != "step"})
 
     def close(self) -> None:
         self._file.close()
+        if self._trackers is not None:
+            self._trackers.close()
 
 
 def _step_of(line: str) -> float:
