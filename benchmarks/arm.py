@@ -1,0 +1,206 @@
+"""One arm of a benchmark: a training run in a process of its own. benchmarks/harness.py starts it.
+
+    python benchmarks/arm.py job.json result.json
+
+The run is set up by the loop that trains (settings, rows, model, reference, techniques, optimizer).
+After the warm-up each step is timed, data and reference included; between steps the step's bare
+matrix products are timed alone. Then the largest window is run twice more, with the peak tracker
+and with hooks on what the graph saves, which cost time and so have steps of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ceiling import flops, seconds_of, step_products, wait
+from peak import PeakTracker, saved_bytes
+
+from lean_trl.config import Config, config_from_dict
+from lean_trl.data.plan import Window
+from lean_trl.techniques.shard import DTYPES
+from lean_trl.train.distributed import World, join_world
+from lean_trl.train.loop import Run, set_up
+from lean_trl.train.score import referenced
+from lean_trl.train.step import train_step
+
+# Dense bf16 rate of a device, operations/s, from its data sheet.
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
+
+
+def main() -> None:
+    job_file, result_file = sys.argv[1:]
+    job = json.loads(Path(job_file).read_text(encoding="utf-8"))
+    config = config_from_dict(job["config"])
+    with tempfile.TemporaryDirectory() as folder, join_world(config.distributed.timeout_s) as world:
+        config = replace(
+            config,
+            output_dir=folder,
+            train=replace(config.train, max_steps=job["warm_up"] + job["steps"]),
+            checkpoint=replace(config.checkpoint, resume="never"),
+        )
+        result = measure(config, world, job)
+        if world.is_main:
+            Path(result_file).write_text(json.dumps(result), encoding="utf-8")
+
+
+def measure(config: Config, world: World, job: dict[str, Any]) -> dict[str, Any]:
+    """Everything that is measured of one arm; sizes in bytes, the most of any rank."""
+    device = world.device
+    free_before = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    run = set_up(config, world)
+    run.model.train()
+    steps, window = timed_steps(run, job)
+    memory = {"peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    if device.type == "cuda":
+        memory |= cuda_memory(device, free_before)
+    result = speed(steps, device)
+    if job.get("instrument", True):
+        memory |= instrumented(run, window, job.get("snapshot"), result)
+    memory["parameters"] = sum(p.numel() for p in run.model.parameters())
+    return result | worst(memory, world)
+
+
+def worst(sizes: dict[str, Any], world: World) -> dict[str, Any]:
+    """The figures of the rank that took most."""
+    if world.group is None:
+        return sizes
+    ranks: list[dict[str, Any]] = [{} for _ in range(world.size)]
+    dist.all_gather_object(ranks, sizes, group=world.group)
+    return max(ranks, key=lambda sizes: sizes.get("peak_live", sizes["peak_rss"]))
+
+
+def timed_steps(run: Run, job: dict[str, Any]) -> tuple[list[dict[str, float]], Window]:
+    """A record of each step after the warm-up, and the window with the most tokens of all."""
+    device, config = run.world.device, run.config
+    dtype = DTYPES[config.model.dtype]
+    steps: list[dict[str, float]] = []
+    largest: Window | None = None
+    windows = iter(referenced(run.train_feed, run.reference))
+    for number in range(job["warm_up"] + job["steps"]):
+        if number == job["warm_up"] and device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        wait(device)
+        start = time.perf_counter()
+        window = next(windows)
+        loss = step(run, window).loss.item()
+        wait(device)
+        seconds = time.perf_counter() - start
+        if largest is None or _tokens(window) > _tokens(largest):
+            largest = window
+        record = {"loss": loss, "seconds": seconds}
+        if number >= job["warm_up"]:
+            for name in ("processed", "tokens"):
+                record[name] = window.totals[name]
+            record |= flops(run.model, window.batches)
+            if job.get("ceiling", True):
+                products = step_products(
+                    run.model,
+                    window.batches,
+                    forwards=2 if config.memory.activation_checkpointing else 1,
+                    reference=run.reference is not None,
+                )
+                record["ceiling_seconds"] = seconds_of(products, device, dtype)
+        steps.append(record)
+    assert largest is not None
+    return steps, largest
+
+
+def step(run: Run, window: Window) -> Any:
+    """What the loop does with a window, at the peak learning rate."""
+    return train_step(
+        run.model,
+        window.batches,
+        run.method,
+        run.optimizer,
+        totals=window.totals,
+        max_grad_norm=run.config.train.max_grad_norm,
+        around=run.around,
+        group=run.world.group,
+    )
+
+
+def speed(steps: list[dict[str, float]], device: torch.device) -> dict[str, Any]:
+    """Rates over the timed steps, of all ranks together."""
+    timed = [record for record in steps if "processed" in record]
+    seconds = sum(record["seconds"] for record in timed)
+    total = {name: sum(r[name] for r in timed) for name in timed[0]}
+    result: dict[str, Any] = {
+        "losses": [record["loss"] for record in steps],
+        "step_seconds": seconds / len(timed),
+        "tokens_per_second": total["processed"] / seconds,
+        "supervised_per_second": total["tokens"] / seconds,
+        "flops_palm": total["palm"] / seconds,
+        "flops_needed": total["needed"] / seconds,
+    }
+    if "ceiling_seconds" in total:
+        result["ceiling"] = total["processed"] / total["ceiling_seconds"]
+        result["share_of_ceiling"] = total["ceiling_seconds"] / seconds
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        peak = next((rate for key, rate in PEAK_FLOPS.items() if key in name), None)
+        if peak is not None:
+            result["mfu_palm"] = result["flops_palm"] / peak
+            result["mfu_needed"] = result["flops_needed"] / peak
+    return result
+
+
+def cuda_memory(device: torch.device, free_before: int) -> dict[str, int]:
+    """The caching allocator's figures since the warm-up, and what the driver says is gone."""
+    stats = torch.cuda.memory_stats(device)
+    return {
+        "cuda_allocated": torch.cuda.max_memory_allocated(device),
+        "cuda_reserved": torch.cuda.max_memory_reserved(device),
+        "cuda_driver": free_before - torch.cuda.mem_get_info(device)[0],
+        "cuda_alloc_retries": stats["num_alloc_retries"],
+        "pinned": torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0),
+    }
+
+
+def instrumented(
+    run: Run, window: Window, snapshot: str | None, result: dict[str, Any]
+) -> dict[str, Any]:
+    """Two more steps over the largest window: what the graph saves, then who holds the peak."""
+    with saved_bytes() as saved:
+        step(run, window)
+    tracker = PeakTracker(run.model, run.world.device.type)
+    tracker.hold("parameters", run.model.named_parameters())
+    tracker.hold("parameters", run.model.named_buffers())
+    if run.reference is not None:
+        tracker.hold("reference", run.reference.named_parameters())
+    tracker.hold("optimizer", optimizer_state(run))
+    if snapshot and run.world.device.type == "cuda":
+        torch.cuda.memory._record_memory_history()
+    with tracker, tracker.gradients_of(run.optimizer, run.model):
+        step(run, window)
+    if snapshot and run.world.device.type == "cuda":
+        torch.cuda.memory._dump_snapshot(snapshot)
+        torch.cuda.memory._record_memory_history(enabled=None)
+    result["largest"] = [asdict(holder) for holder in tracker.largest()]
+    return {
+        "peak_live": tracker.peak,
+        "saved_for_backward": sum(saved),
+        "breakdown": tracker.breakdown(),
+    }
+
+
+def optimizer_state(run: Run) -> Iterator[tuple[str, torch.Tensor]]:
+    for state in run.optimizer.state.values():
+        yield from ((name, item) for name, item in state.items() if isinstance(item, torch.Tensor))
+
+
+def _tokens(window: Window) -> int:
+    return max(batch.num_tokens for batch in window.batches)
+
+
+if __name__ == "__main__":
+    main()
