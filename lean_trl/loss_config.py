@@ -188,8 +188,6 @@ def loss_contradictions(loss: LossConfig, method: str) -> Iterator[str]:
     if method in ("dpo", "kto", "online_dpo") and loss.beta == 0:
         yield f"loss.beta: got 0, expected number > 0 for method {method}"
     yield from _online_contradictions(loss, method)
-    if method in ("dpo", "kto", "online_dpo") and loss.beta == 0:
-        yield f"loss.beta 0 leaves {method} nothing to learn: set a number above 0"
     if loss.sync_ref_model and loss.precompute_ref_log_probs:
         yield "loss.sync_ref_model moves the reference: set precompute_ref_log_probs false"
     if method == "kto" and loss.precompute_ref_log_probs and loss.loss_type == "kto":

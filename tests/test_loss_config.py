@@ -42,7 +42,7 @@ def test_defaults_of_each_method_are_right_and_bind(method: str) -> None:
             "loss.sync_ref_model moves the reference: set precompute_ref_log_probs false",
         ),
         ("kto", {"precompute_ref_log_probs": True}, "completions of other rows too"),
-        ("dpo", {"beta": 0.0}, "loss.beta 0 leaves dpo nothing to learn: set a number above 0"),
+        ("dpo", {"beta": 0.0}, "loss.beta: got 0, expected number > 0 for method dpo"),
         ("dpo", {"ld_alpha": 1.5}, "loss.ld_alpha: got 1.5 (number), expected number from 0 to 1"),
         ("dpo", {"f_divergence_type": "kl"}, "expected reverse_kl | forward_kl"),
     ],
