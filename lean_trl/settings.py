@@ -31,6 +31,7 @@ Index = Annotated[int, Field(ge=0, description="int >= 0")]
 Number = Annotated[float, Field(allow_inf_nan=False, description="number")]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, description="number >= 0")]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, description="number > 0")]
+Share = Annotated[float, Field(ge=0, le=1, description="number from 0 to 1")]
 Fraction = Annotated[float, Field(ge=0, lt=1, description="number >= 0 and < 1")]
 
 

@@ -6,46 +6,69 @@ Order: what changes weights comes before what wraps blocks, and what moves param
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Protocol
+import os
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 from lean_trl.config import Config
 from lean_trl.model.decoder import CausalLM
 from lean_trl.techniques.checkpointing import ActivationCheckpointing
+from lean_trl.techniques.padding import PaddingFree
 from lean_trl.techniques.shard import Sharding
+from lean_trl.techniques.technique import Evidence, Technique, Trial
+
+TECHNIQUES: tuple[Callable[[Config], Technique], ...] = (
+    PaddingFree,
+    ActivationCheckpointing,
+    Sharding,
+)
 
 
-class Technique(Protocol):
-    """What a technique may do. `enabled` says whether the run's settings ask for it."""
+class Applied:
+    """The techniques of a run, in order. Called, it gives train_step's `around`."""
 
-    name: str
-    enabled: bool
-
-    def on_model(self, model: CausalLM) -> None:
-        """Change the model once, before the optimizer is built."""
-
-    def around_micro_batch(self) -> AbstractContextManager:
-        """Surround each micro-batch's forward and backward."""
-
-
-TECHNIQUES: tuple[Callable[[Config], Technique], ...] = (ActivationCheckpointing, Sharding)
-
-
-def apply_techniques(model: CausalLM, config: Config) -> Callable[[], AbstractContextManager]:
-    """Apply every technique that the settings ask for, in order; returns train_step's `around`.
-
-    The model is changed in place.
-    """
-    active = [technique for make in TECHNIQUES if (technique := make(config)).enabled]
-    for technique in active:
-        technique.on_model(model)
+    def __init__(self, active: Sequence[Technique]) -> None:
+        self.active = tuple(active)
 
     @contextmanager
-    def around() -> Iterator[None]:
+    def __call__(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for technique in active:
+            for technique in self.active:
                 stack.enter_context(technique.around_micro_batch())
             yield
 
-    return around
+    def evidence(self, trial: Trial) -> dict[str, Evidence]:
+        """{technique: what the trial showed}. ValueError names those that did nothing."""
+        found = {technique.name: technique.evidence(trial) for technique in self.active}
+        idle = [t for t in self.active if not found[t.name].amount]
+        if idle:
+            raise ValueError(
+                "\n".join(
+                    f"{t.name} is asked for by {' and '.join(t.settings)}, but a trial micro-batch "
+                    f"shows no effect: {found[t.name].text}. Leave it out, or report it as a bug"
+                    for t in idle
+                )
+            )
+        return found
+
+
+def asked_for(config: Config) -> list[Technique]:
+    """The techniques that the settings switch on, in order."""
+    return [technique for make in TECHNIQUES if (technique := make(config)).enabled]
+
+
+def before_cuda(config: Config, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Call before anything touches the GPU: what torch reads from the environment is set here."""
+    for technique in asked_for(config):
+        technique.before_cuda(environment)
+
+
+def apply_techniques(model: CausalLM, config: Config) -> Applied:
+    """Apply every technique that the settings ask for, in order.
+
+    The model is changed in place. Returns train_step's `around`, which also collects evidence.
+    """
+    applied = Applied(asked_for(config))
+    for technique in applied.active:
+        technique.on_model(model)
+    return applied

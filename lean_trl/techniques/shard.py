@@ -9,7 +9,6 @@ but still stores in fp32 and computes in bf16.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,9 +25,11 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import DTensor
 
 from lean_trl.config import Config
 from lean_trl.model.decoder import CausalLM
+from lean_trl.techniques.technique import Evidence, Technique, Trial
 from lean_trl.train.distributed import make_mesh
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -43,10 +44,11 @@ class Precision:
     reduce: torch.dtype | None = None  # None: storage
 
 
-class Sharding:
+class Sharding(Technique):
     """`distributed.sharding`, `memory.cpu_offload`, a `model.dtype` that is not the storage's."""
 
     name = "sharding"
+    settings = ("distributed.sharding", "model.dtype", "memory.cpu_offload")
 
     def __init__(self, config: Config) -> None:
         self.settings = config.distributed
@@ -70,8 +72,14 @@ class Sharding:
             cpu_offload=self.cpu_offload,
         )
 
-    def around_micro_batch(self) -> AbstractContextManager:
-        return nullcontext()
+    def evidence(self, trial: Trial) -> Evidence:
+        cut = [p for p in trial.model.parameters() if isinstance(p, DTensor)]
+        mine, whole = sum(p.to_local().numel() for p in cut), sum(p.numel() for p in cut)
+        dtype = str(self.precision.compute).removeprefix("torch.")
+        place = " in CPU memory" if self.cpu_offload else ""
+        return Evidence(
+            len(cut), f"{self.kind}: {mine:,} of {whole:,} weights{place}, computed in {dtype}"
+        )
 
 
 def sharding_kind(config: Config) -> str:

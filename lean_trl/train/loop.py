@@ -40,6 +40,7 @@ from lean_trl.techniques.apply import apply_techniques
 from lean_trl.techniques.shard import needs_mesh
 from lean_trl.train.checkpoint import Checkpointer
 from lean_trl.train.checkpoint_files import read_manifest
+from lean_trl.techniques.trial import prove, table
 from lean_trl.train.distributed import World, join_world
 from lean_trl.train.evaluate import evaluate
 from lean_trl.train.log import StepLog
@@ -180,6 +181,10 @@ def set_up(config: Config, world: World) -> Run:
 
 
 def open_model(config: Config, device: torch.device) -> CausalLM:
+    if isinstance(train_feed, RolloutFeed):
+        train_feed.connect(model, reference)
+    if not config.eval_only:
+        run.say(table(prove(around, model, run.optimizer, config)))
     """The model of the settings: a folder's or hub id's weights, or the built-in one's."""
     settings = config.model
     options: dict[str, Any] = {"dtype": config.train.param_dtype, "attention": settings.attention}
