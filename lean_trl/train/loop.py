@@ -38,9 +38,9 @@ from lean_trl.model.safetensors_io import read_json
 from lean_trl.model.value_head import RewardModel
 from lean_trl.techniques.apply import apply_techniques
 from lean_trl.techniques.shard import needs_mesh
+from lean_trl.techniques.trial import prove, table
 from lean_trl.train.checkpoint import Checkpointer
 from lean_trl.train.checkpoint_files import read_manifest
-from lean_trl.techniques.trial import prove, table
 from lean_trl.train.distributed import World, join_world
 from lean_trl.train.evaluate import evaluate
 from lean_trl.train.log import StepLog
@@ -173,6 +173,8 @@ def set_up(config: Config, world: World) -> Run:
         checkpoints=checkpoints,
         reference=reference,
     )
+    if not config.eval_only:
+        run.say(table(prove(around, model, run.optimizer, config)))
     if newest is not None:
         restore(run, newest)
     elif not config.eval_only:
@@ -181,10 +183,6 @@ def set_up(config: Config, world: World) -> Run:
 
 
 def open_model(config: Config, device: torch.device) -> CausalLM:
-    if isinstance(train_feed, RolloutFeed):
-        train_feed.connect(model, reference)
-    if not config.eval_only:
-        run.say(table(prove(around, model, run.optimizer, config)))
     """The model of the settings: a folder's or hub id's weights, or the built-in one's."""
     settings = config.model
     options: dict[str, Any] = {"dtype": config.train.param_dtype, "attention": settings.attention}
