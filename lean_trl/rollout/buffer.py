@@ -20,6 +20,7 @@ from lean_trl.rollout.engine import Completion
 from lean_trl.train.gather import gather_columns
 from lean_trl.types import Example
 
+FIXED_ROWS = {"fixed": 9, "floats": 2}  # numbers that each rollout has
 REASONS = (None, "stop", "length", "abort", "error")
 
 
@@ -61,7 +62,7 @@ class Rollout:
         """Prompt and completion as one sequence with all that losses read."""
         ids = np.concatenate([self.prompt_ids, self.completion_ids])
         scored = np.concatenate([np.zeros(len(self.prompt_ids), bool), self.scored])
-        extras = {**self.extras, "advantages": self.advantage}
+        extras = {**self.extras, "advantages": self.advantage, "reward": self.reward}
         return Example(ids, scored, extras, pair=pair, group=self.group)
 
 
@@ -91,6 +92,7 @@ def make_rollout(
         completion.finish_reason,
         completion.truncated(stop_ids),
         completion.versions[0][1] if completion.versions else 0,
+        masked=completion.finish_reason in ("abort", "error"),
     )
 
 
@@ -174,21 +176,20 @@ class _Taker:
 def exchange(rollouts: Sequence[Rollout], group: dist.ProcessGroup | None) -> list[Rollout]:
     """The rollouts of all ranks, ordered by their group; every rank gets the same list.
 
-    Arrays of numbers travel, nothing that would have to be unpickled.
+    Before they are judged or scored. Arrays of numbers travel, nothing that would have to be
+    unpickled.
     """
     if group is None:
         return list(rollouts)
     mine = pack_rollouts(rollouts)
-    # A rank without completions does not know how many rewards there are.
-    counts = torch.tensor([len(r.rewards) for r in rollouts] or [0]).max()
-    dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=group)
-    columns = {"rewards": int(counts), "floats": 2, "fixed": 9}
-    whole = {}
+    assert not mine.pop("rewards").size, "exchanged before they have rewards"
+    whole = {"rewards": np.zeros((0, 0), np.float32)}
     for name, values in mine.items():
-        rows = columns.get(name, 1)
-        tensor = torch.from_numpy(np.ascontiguousarray(values)).reshape(rows, -1)
+        tensor = torch.from_numpy(np.ascontiguousarray(values))
+        rows = FIXED_ROWS.get(name, 1)
+        tensor = tensor.reshape(rows, tensor.numel() // rows)
         gathered = gather_columns(tensor, group)[0].numpy()
-        whole[name] = gathered if name in columns else gathered[0]
+        whole[name] = gathered if name in FIXED_ROWS else gathered[0]
     return sorted(unpack_rollouts(whole), key=lambda r: r.group)
 
 

@@ -6,6 +6,7 @@ import math
 import resource
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ class _Pending:
     learning_rate: float
     epoch: float
     tokens: int
+    known: Mapping[str, float]
 
 
 class StepLog:
@@ -51,12 +53,16 @@ class StepLog:
         epoch: float,
         tokens: int,
         empty: bool,
+        known: Mapping[str, float] | None = None,
     ) -> None:
-        """Take in one step; tokens: real ones over all ranks. Raises as flush does."""
+        """Take in one step; tokens: real ones over all ranks; known: more numbers for its line.
+
+        Raises as flush does.
+        """
         if empty and not self.empty_windows and self.file is not None:
             print(f"step {step} had nothing to learn from: weights unchanged", file=sys.stderr)
         self.empty_windows += empty
-        self._pending.append(_Pending(step, report, learning_rate, epoch, tokens))
+        self._pending.append(_Pending(step, report, learning_rate, epoch, tokens, known or {}))
         if step % self.every == 0:
             self.flush()
 
@@ -74,7 +80,8 @@ class StepLog:
         self._pending, self._since = [], now
         for p, numbers in lines:
             self.num_tokens += p.tokens
-            record = {"step": p.step, **numbers, "learning_rate": p.learning_rate, "epoch": p.epoch}
+            record = {"step": p.step, **numbers, **p.known}
+            record |= {"learning_rate": p.learning_rate, "epoch": p.epoch}
             record |= {"num_tokens": self.num_tokens, "tokens_per_second": rate}
             record |= {"peak_memory_bytes": peak_memory_bytes(self.device)}
             if self.empty_windows:

@@ -24,6 +24,7 @@ from lean_trl import builtin
 from lean_trl.config import Config, save_config
 from lean_trl.data.feed import Feed, open_feeds
 from lean_trl.data.hub import resolve_model
+from lean_trl.data.stream import StreamFeed
 from lean_trl.data.tokenizer import Tokenizer, load_tokenizer
 from lean_trl.model.config import read_config
 from lean_trl.model.decoder import CausalLM
@@ -36,6 +37,7 @@ from lean_trl.model.loader import (
 )
 from lean_trl.model.safetensors_io import read_json
 from lean_trl.model.value_head import RewardModel
+from lean_trl.rollout.feed import RolloutFeed, open_rollouts
 from lean_trl.techniques.apply import apply_techniques
 from lean_trl.techniques.shard import needs_mesh
 from lean_trl.techniques.trial import prove, table
@@ -79,7 +81,7 @@ class Run:
     method: Method
     optimizer: Optimizer
     around: Callable[[], AbstractContextManager]
-    train_feed: Feed
+    train_feed: Feed | StreamFeed | RolloutFeed
     eval_feed: Feed | None
     log: StepLog
     checkpoints: Checkpointer
@@ -140,15 +142,21 @@ def set_up(config: Config, world: World) -> Run:
         save_config(config, folder / "config.yaml")
     tokenizer = load_tokenizer(config.model)
     method = METHODS[config.method].bind(config.loss)
-    train_feed, eval_feed, report = open_feeds(
-        config, tokenizer, method.examples, world.rank, world.size
-    )
+    train_feed: Feed | StreamFeed | RolloutFeed
+    eval_feed = None
+    if method.rollout:
+        train_feed, report = open_rollouts(config, tokenizer, world)
+    else:
+        train_feed, eval_feed, report = open_feeds(
+            config, tokenizer, method.examples, world.rank, world.size
+        )
     if world.is_main:
         print(report, flush=True)
     # What is cut into shards gets its weights afterwards: each rank reads its own.
     reference = None
     if method.reference:
-        reference = open_reference(config, (train_feed, eval_feed), tokenizer, world)
+        feeds = (None if isinstance(train_feed, RolloutFeed) else train_feed, eval_feed)
+        reference = open_reference(config, feeds, tokenizer, world)
     device = torch.device("meta") if needs_mesh(config) else world.device
     model = open_model(config, device)
     around = apply_techniques(model, config)
@@ -173,6 +181,8 @@ def set_up(config: Config, world: World) -> Run:
         checkpoints=checkpoints,
         reference=reference,
     )
+    if isinstance(train_feed, RolloutFeed):
+        train_feed.connect(model, reference)
     if not config.eval_only:
         run.say(table(prove(around, model, run.optimizer, config)))
     if newest is not None:
@@ -219,7 +229,9 @@ def fit(run: Run, signals: Signals) -> bool:
     run.model.train()
     run.log.pause()
     run.place.step = run.step + 1
-    for window in referenced(run.train_feed, run.reference):
+    feed = run.train_feed
+    online = isinstance(feed, RolloutFeed)  # it asks the reference once for each generation
+    for window in referenced(feed, None if online else run.reference):
         factor = lr_factor(settings.lr_scheduler, run.step, steps, settings.warmup_steps)
         learning_rate = settings.learning_rate * factor
         set_learning_rate(run.optimizer, learning_rate)
@@ -235,6 +247,8 @@ def fit(run: Run, signals: Signals) -> bool:
         )
         run.step += 1
         run.place.step, run.place.rows = run.step + 1, ()
+        if isinstance(feed, RolloutFeed):
+            feed.after_step(report)
         sync_reference(run)
         run.log.add(
             run.step,
@@ -243,6 +257,7 @@ def fit(run: Run, signals: Signals) -> bool:
             epoch=window.epoch,
             tokens=window.totals["processed"],
             empty=window.totals[run.method.unit] == 0,
+            known=window.metrics,
         )
         if settings.eval_every and run.step % settings.eval_every == 0 and run.step != steps:
             report_evaluation(run)

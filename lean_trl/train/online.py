@@ -53,10 +53,10 @@ def grpo_objective(scores: Scores, batch: Batch, loss: LossConfig) -> LossTerms:
     metrics = {"policy_loss": Metric(values)} if loss.entropy_coef else {}
     if loss.beta:
         divergence = kl(logprobs, batch.extras["ref_logprobs"], loss.kl_estimator)
+        if loss.use_bias_correction_kl:
+            divergence = divergence * ratio
         metrics["kl"] = Metric(divergence)
-        values = values + loss.beta * (
-            divergence * ratio if loss.use_bias_correction_kl else divergence
-        )
+        values = values + loss.beta * divergence
     weights, unit = policy_weights(
         loss.loss_type,
         batch.cu_units,
