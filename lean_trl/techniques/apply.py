@@ -7,19 +7,21 @@ Order: what changes weights comes before what wraps blocks, and what moves param
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 from lean_trl.config import Config
 from lean_trl.model.decoder import CausalLM
 from lean_trl.techniques.checkpointing import ActivationCheckpointing
+from lean_trl.techniques.offload import ActivationOffloading
 from lean_trl.techniques.padding import PaddingFree
 from lean_trl.techniques.shard import Sharding
 from lean_trl.techniques.technique import Evidence, Technique, Trial
 
-TECHNIQUES: tuple[Callable[[Config], Technique], ...] = (
+TECHNIQUES: tuple[type[Technique], ...] = (
     PaddingFree,
     ActivationCheckpointing,
+    ActivationOffloading,
     Sharding,
 )
 

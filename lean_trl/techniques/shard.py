@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from lean_trl.config import Config
 from lean_trl.model.decoder import CausalLM
-from lean_trl.techniques.technique import Evidence, Technique, Trial
+from lean_trl.techniques.technique import Evidence, Switch, Technique, Trial
 from lean_trl.train.distributed import make_mesh
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -49,6 +49,16 @@ class Sharding(Technique):
 
     name = "sharding"
     settings = ("distributed.sharding", "model.dtype", "memory.cpu_offload")
+    switches = (
+        Switch("fsdp", {"distributed.sharding": "fsdp"}, {"distributed.sharding": "none"}, ranks=2),
+        # Without a GPU everything is in CPU memory already.
+        Switch(
+            "cpu_offload",
+            {"memory.cpu_offload": True},
+            {"memory.cpu_offload": False},
+            device_type="cuda",
+        ),
+    )
 
     def __init__(self, config: Config) -> None:
         self.settings = config.distributed

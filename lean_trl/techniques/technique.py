@@ -8,10 +8,10 @@ evidence      what a trial micro-batch showed; nothing shown stops the run
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch.optim import Optimizer
 
@@ -37,14 +37,30 @@ class Evidence:
     text: str
 
 
+class Switch(NamedTuple):
+    """Settings of a run with a technique and without it, for whoever measures what it is worth.
+
+    on, off: dotted key -> value. ranks: the least that it has an effect on. device_type: the only
+    one that it has an effect on; None: any.
+    """
+
+    name: str
+    on: Mapping[str, Any]
+    off: Mapping[str, Any]
+    ranks: int = 1
+    device_type: str | None = None
+
+
 class Technique:
     """A technique that does nothing, for others to override what they need.
 
-    settings: the keys that switch it on, for messages. enabled: whether the run's settings do.
+    settings: the keys that switch it on, for messages. switches: how benchmarks turn it on and off,
+    each part of it that can be had alone. enabled: whether the run's settings do.
     """
 
     name: ClassVar[str]
     settings: ClassVar[tuple[str, ...]]
+    switches: ClassVar[tuple[Switch, ...]]
     enabled: bool
 
     def __init__(self, config: Config) -> None:
