@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
 from lean_trl.config import Config
 from lean_trl.memory_config import CheckpointingConfig
 from lean_trl.model.decoder import CausalLM
-from lean_trl.techniques.technique import Evidence, Switch, Technique, Trial
+from lean_trl.techniques.technique import Evidence, Technique, Trial
 
 
 class ActivationCheckpointing(Technique):
@@ -32,13 +32,6 @@ class ActivationCheckpointing(Technique):
 
     name = "activation_checkpointing"
     settings = ("memory.activation_checkpointing",)
-    switches = (
-        Switch(
-            name,
-            on={"memory.activation_checkpointing": True},
-            off={"memory.activation_checkpointing": False},
-        ),
-    )
 
     def __init__(self, config: Config) -> None:
         self.enabled = config.memory.activation_checkpointing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lean_trl.config import Config
-from lean_trl.techniques.technique import Evidence, Switch, Technique, Trial
+from lean_trl.techniques.technique import Evidence, Technique, Trial
 
 
 class PaddingFree(Technique):
@@ -11,7 +11,6 @@ class PaddingFree(Technique):
 
     name = "padding_free"
     settings = ("data.padding_free",)
-    switches = (Switch(name, {"data.padding_free": True}, {"data.padding_free": False}),)
 
     def __init__(self, config: Config) -> None:
         # A multiple to round up to asks for a tail of padding, of less than that many tokens.

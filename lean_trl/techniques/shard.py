@@ -49,16 +49,6 @@ class Sharding(Technique):
 
     name = "sharding"
     settings = ("distributed.sharding", "model.dtype", "memory.cpu_offload")
-    switches = (
-        Switch("fsdp", {"distributed.sharding": "fsdp"}, {"distributed.sharding": "none"}, ranks=2),
-        # Without a GPU everything is in CPU memory already.
-        Switch(
-            "cpu_offload",
-            {"memory.cpu_offload": True},
-            {"memory.cpu_offload": False},
-            device_type="cuda",
-        ),
-    )
 
     def __init__(self, config: Config) -> None:
         self.settings = config.distributed
@@ -71,6 +61,15 @@ class Sharding(Technique):
         )
         self.cpu_offload = config.memory.cpu_offload
         self.enabled = needs_mesh(config)
+
+    @classmethod
+    def switches(cls) -> tuple[Switch, ...]:
+        sharding, offload = "distributed.sharding", "memory.cpu_offload"
+        return (
+            Switch("fsdp", {sharding: "fsdp"}, {sharding: "none"}, ranks=2),
+            # Without a GPU everything is in CPU memory already.
+            Switch("cpu_offload", {offload: True}, {offload: False}, device_type="cuda"),
+        )
 
     def on_model(self, model: CausalLM) -> None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"

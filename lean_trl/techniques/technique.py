@@ -54,17 +54,22 @@ class Switch(NamedTuple):
 class Technique:
     """A technique that does nothing, for others to override what they need.
 
-    settings: the keys that switch it on, for messages. switches: how benchmarks turn it on and off,
-    each part of it that can be had alone. enabled: whether the run's settings do.
+    settings: the keys that switch it on, for messages. enabled: whether the run's settings do.
     """
 
     name: ClassVar[str]
     settings: ClassVar[tuple[str, ...]]
-    switches: ClassVar[tuple[Switch, ...]]
     enabled: bool
 
     def __init__(self, config: Config) -> None:
         raise NotImplementedError
+
+    @classmethod
+    def switches(cls) -> tuple[Switch, ...]:
+        """How benchmarks turn it on and off, each part that can be had alone: `settings` true or
+        false unless a technique knows better."""
+        on, off = (dict.fromkeys(cls.settings, value) for value in (True, False))
+        return (Switch(cls.name, on, off),)
 
     def before_cuda(self, environment: MutableMapping[str, str]) -> None:
         """Set what torch reads from the environment when it starts the GPU."""
