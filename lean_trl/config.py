@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lean_trl.loss_config import LossConfig, loss_contradictions
+from lean_trl.memory_config import MemoryConfig, memory_contradictions
 from lean_trl.recipe import SettingsError, read_recipe, to_yaml, with_overrides
 from lean_trl.rollout_config import ONLINE, RolloutConfig, rollout_contradictions
 from lean_trl.settings import (
@@ -25,7 +26,6 @@ from lean_trl.settings import (
     Index,
     NonNegative,
     Positive,
-    Share,
     build,
     help_text,
     method_defaults,
@@ -148,26 +148,6 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class CheckpointingConfig:
-    selective: bool = setting(False, "keep attention's output too, so that it runs once")
-    every: Count = setting(1, "run every k-th block again, keep the others whole")
-    budget: Share | None = setting(
-        None, "share of the blocks' activations to keep, from 0 (none) to 1 (all)"
-    )
-
-
-@dataclass(frozen=True)
-class MemoryConfig:
-    activation_checkpointing: bool = setting(True, "recompute each block in the backward")
-    activation_checkpointing_kwargs: CheckpointingConfig = field(
-        default_factory=CheckpointingConfig
-    )
-    cpu_offload: bool = setting(
-        False, "keep parameters, gradients and optimizer state in CPU memory; the update runs there"
-    )
-
-
-@dataclass(frozen=True)
 class DistributedConfig:
     sharding: Literal["none", "fsdp", "hsdp"] | None = setting(
         None,
@@ -244,7 +224,7 @@ def _contradictions(config: Config) -> Iterator[str]:
     yield from loss_contradictions(config.loss, config.method)
     yield from rollout_contradictions(config.rollout, config.method, data.path)
     yield from _online_contradictions(config)
-    yield from _memory_contradictions(config.memory)
+    yield from memory_contradictions(config.memory)
     if model.ref_path and config.method in ("sft", "reward"):
         yield f"model.ref_path has no effect on method {config.method}: leave it out"
     if train.param_dtype == "bfloat16":
@@ -277,21 +257,6 @@ def _contradictions(config: Config) -> Iterator[str]:
         ):
             if wanted:
                 yield f"{key} needs held-out rows: set data.eval_path or data.eval_split"
-
-
-def _memory_contradictions(memory: MemoryConfig) -> Iterator[str]:
-    """Options of techniques that are off, and options that exclude each other."""
-    checkpointing = memory.activation_checkpointing_kwargs
-    if checkpointing != CheckpointingConfig() and not memory.activation_checkpointing:
-        yield (
-            "memory.activation_checkpointing_kwargs has no effect while "
-            "memory.activation_checkpointing is false: set it true, or leave the kwargs out"
-        )
-    if checkpointing.budget is not None and checkpointing.every != 1:
-        yield (
-            "memory.activation_checkpointing_kwargs: budget and every both say which blocks run "
-            "again: leave one of them out"
-        )
 
 
 def _online_contradictions(config: Config) -> Iterator[str]:
@@ -381,6 +346,7 @@ FOREIGN_NAMES = {
     "reference_free": "loss.loss_type simpo, orpo or cpo",
     # memory, distributed, outputs
     "gradient_checkpointing": "memory.activation_checkpointing",
+    "gradient_checkpointing_kwargs": "memory.activation_checkpointing_kwargs",
     "ddp_timeout": "distributed.timeout_s",
     "fsdp": "distributed.sharding",
     "logging_steps": "logging.every",

@@ -21,6 +21,7 @@ FLOORS = {
     "lean_trl.config": 0,
     "lean_trl.loss_config": 0,
     "lean_trl.losses": 0,
+    "lean_trl.memory_config": 0,
     "lean_trl.recipe": 0,
     "lean_trl.rollout_config": 0,
     "lean_trl.settings": 0,

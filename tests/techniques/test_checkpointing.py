@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from lean_trl.config import CheckpointingConfig, SettingsError
+from lean_trl.config import SettingsError
+from lean_trl.memory_config import CheckpointingConfig
 from lean_trl.ops import attention
 from lean_trl.techniques.apply import apply_techniques
 from lean_trl.techniques.checkpointing import blocks_to_run_again

@@ -1,0 +1,62 @@
+"""The settings of memory techniques, and the checks across them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from lean_trl.settings import Count, Index, Positive, Share, setting
+
+
+@dataclass(frozen=True)
+class CheckpointingConfig:
+    selective: bool = setting(False, "keep attention's output too, so that it runs once")
+    every: Count = setting(1, "run every k-th block again, keep the others whole")
+    budget: Share | None = setting(
+        None, "share of the blocks' activations to keep, from 0 (none) to 1 (all)"
+    )
+
+
+@dataclass(frozen=True)
+class OffloadingConfig:
+    use_streams: bool = setting(True, "GPU: copy while it computes, on a stream each way")
+    pin_memory: bool = setting(True, "GPU: copy through page-locked host memory")
+    min_bytes: Index = setting(1024, "smaller tensors stay on the device")
+    max_pinned_gib: Positive | None = setting(
+        None, "most host memory to page-lock, in GiB; null: half of what there is"
+    )
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    activation_checkpointing: bool = setting(True, "recompute each block in the backward")
+    activation_checkpointing_kwargs: CheckpointingConfig = field(
+        default_factory=CheckpointingConfig
+    )
+    activation_offloading: bool = setting(
+        False, "keep what blocks save for backward in host memory"
+    )
+    activation_offloading_kwargs: OffloadingConfig = field(default_factory=OffloadingConfig)
+    cpu_offload: bool = setting(
+        False, "keep parameters, gradients and optimizer state in CPU memory; the update runs there"
+    )
+
+
+def memory_contradictions(memory: MemoryConfig) -> Iterator[str]:
+    """Options of techniques that are off, and options that exclude each other."""
+    for name, default in (
+        ("activation_checkpointing", CheckpointingConfig()),
+        ("activation_offloading", OffloadingConfig()),
+    ):
+        options = getattr(memory, f"{name}_kwargs")
+        if options != default and not getattr(memory, name):
+            yield (
+                f"memory.{name}_kwargs has no effect while memory.{name} is false: set it true, "
+                "or leave the kwargs out"
+            )
+    checkpointing = memory.activation_checkpointing_kwargs
+    if checkpointing.budget is not None and checkpointing.every != 1:
+        yield (
+            "memory.activation_checkpointing_kwargs: budget and every both say which blocks run "
+            "again: leave one of them out"
+        )
