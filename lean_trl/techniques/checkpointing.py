@@ -86,7 +86,7 @@ class Recomputed:
         if not torch.is_grad_enabled():
             return self.forward(*args)
         self.calls += 1
-        options = {} if self.contexts is None else {"context_fn": self.contexts}
+        options: dict[str, Any] = {} if self.contexts is None else {"context_fn": self.contexts}
         # Non-reentrant: inputs that need no gradient (a frozen embedding) still let adapters learn.
         return checkpoint(
             self._run, *args, use_reentrant=False, preserve_rng_state=self.random, **options

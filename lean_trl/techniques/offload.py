@@ -43,7 +43,7 @@ class Saved(NamedTuple):
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
 
 
 @dataclass

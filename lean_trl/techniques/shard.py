@@ -51,7 +51,7 @@ class Sharding(Technique):
     settings = ("distributed.sharding", "model.dtype", "memory.cpu_offload")
 
     def __init__(self, config: Config) -> None:
-        self.settings = config.distributed
+        self.distributed = config.distributed
         self.kind = sharding_kind(config)
         reduce = config.distributed.reduce_dtype
         self.precision = Precision(
@@ -75,9 +75,9 @@ class Sharding(Technique):
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         shard_model(
             model,
-            make_mesh(self.kind, self.settings.replicas, device_type),
+            make_mesh(self.kind, self.distributed.replicas, device_type),
             self.precision,
-            reshard_after_forward=self.settings.reshard_after_forward,
+            reshard_after_forward=self.distributed.reshard_after_forward,
             cpu_offload=self.cpu_offload,
         )
 
