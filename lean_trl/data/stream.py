@@ -141,6 +141,7 @@ class StreamFeed:
         self._window_size, self._layout = window_size, dict(layout)
         self._max_length, self._keep_end, self._drop_overlong = max_length, keep_end, drop_overlong
         self._group = dist.new_group(backend="gloo") if cut.world_size > 1 else None
+        self._reading: Sequence[RawRow] = ()
         self._done, self._epoch = 0, 0
         self._block, self._used = Place(), 0  # rows of the block that begins there already used
 
@@ -155,6 +156,10 @@ class StreamFeed:
             if self._done == before and (self._block, self._used) == (Place(), 0):
                 raise ValueError(f"no rows in {', '.join(map(str, self._stream.files))}")
             self._epoch, self._block, self._used = self._epoch + 1, Place(), 0
+
+    def reading(self) -> list[tuple[str, int]]:
+        """(file, row) of the rows that were read last: where a failure to read them lies."""
+        return [(str(self._stream.files[raw.file]), raw.index) for raw in self._reading]
 
     def state_dict(self) -> dict[str, Any]:
         """Where the windows taken so far have led; the same on every rank and for other ranks."""
@@ -209,12 +214,14 @@ class StreamFeed:
     def _items(self, rows: Sequence[RawRow]) -> list[Item]:
         drafts = []
         for number, raw in enumerate(rows):
+            self._reading = rows[number : number + 1]
             try:
                 _, read = read_row(self._stream.parse(raw), self._reader)
             except RowError as error:
                 self._drop(error.reason, raw)
                 continue
             drafts += [(number, draft) for draft in read]
+        self._reading = rows
         items = []
         for number, draft, encoded in encode_drafts(drafts, self._encoder, self._kind):
             raw = rows[number]

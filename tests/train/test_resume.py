@@ -124,6 +124,10 @@ VARIANTS = {
     "rows": {},
     "bins": {"data": {"packing": True, "max_length": 16}, "train": {"batch_size": 2}},
     "computed in bf16": {"distributed": {"sharding": "fsdp"}},
+    "streaming": {
+        "data": {"streaming": True},
+        "train": {"max_steps": 10, "num_epochs": None},
+    },
     "in the background": {"checkpoint": {"async_save": True}},
 }
 
