@@ -1,7 +1,7 @@
 """The built-in dataset: four parquet files of conversations, written on first use.
 
     train_easy  train_hard    what the recipe trains on (the split `train` reads both)
-    test_easy   test_hard     held out (`test` reads both): no problem is in two files
+    test_easy   test_hard     held out (`test` reads both): no problem that is trained on
 
 They are in a folder of the Hugging Face cache, where other downloads are, so whoever has moved that
 cache has moved this too. The folder is named by the generator's source: after a change of the
@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -22,28 +23,40 @@ from lean_trl.builtin import preferences, problems
 from lean_trl.builtin.preferences import preference_row, unpaired_row
 from lean_trl.builtin.problems import EASY, HARD, Problem, conversation_row
 
-# The held-out files come first, so that their rows do not depend on how much is trained on.
 SPLITS = {
+    "train_easy": (EASY, 7200),
+    "train_hard": (HARD, 2400),
     "test_easy": (EASY, 500),
     "test_hard": (HARD, 500),
-    "train_easy": (EASY, 9600),
-    "train_hard": (HARD, 3200),
 }
 # What is trained on -> its rows, made of the conversations. All kinds ask the same questions.
 KINDS = ("sft", "preference", "reward", "unpaired")
 
 
 def make_rows(seed: int = 0, kind: str = "sft") -> dict[str, list[dict[str, Any]]]:
-    """{split: rows}; the same seed gives the same rows on every machine."""
-    seen: set[Problem] = set()
+    """{split: rows}; the same seed gives the same rows on every machine.
+
+    Held-out problems are all different. Training problems may come again, mostly in other words:
+    there are 71 easy sums of two numbers, and they must not be rare.
+    """
     splits = {}
     for split, (level, count) in SPLITS.items():
         rng, faults = Random(f"{seed} {split}"), Random(f"{seed} {split} {kind}")
+        held_out = split.startswith("test")
+        stream = problems.problems(level, rng, held_out=held_out)
         splits[split] = [
             _turned(kind, conversation_row(problem, rng), problem, faults)
-            for problem in islice(problems.problems(level, rng, seen), count)
+            for problem in islice(_distinct(stream) if held_out else stream, count)
         ]
     return splits
+
+
+def _distinct(stream: Iterator[Problem]) -> Iterator[Problem]:
+    seen: set[Problem] = set()
+    for problem in stream:
+        if problem not in seen:
+            seen.add(problem)
+            yield problem
 
 
 def _turned(kind: str, row: dict[str, Any], problem: Problem, rng: Random) -> dict[str, Any]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from random import Random
 
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
-from lean_trl.builtin.problems import EASY, HARD, draw, question, solution
+from lean_trl.builtin.problems import EASY, HARD, problems, question, solution
 
 SPECIAL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>")
 # Every digit is a token, as carrying needs. A space before a digit goes to what stands before it,
@@ -55,10 +56,9 @@ def make_tokenizer() -> tokenizers.Tokenizer:
 
 
 def _texts() -> Iterator[str]:
-    rng = Random(0)
-    for _ in range(2000):
-        for level in (EASY, HARD):
-            problem = draw(level, rng)
+    for level in (EASY, HARD):
+        rng = Random(0)
+        for problem in islice(problems(level, rng, held_out=False), 2000):
             yield from (question(problem, rng), solution(problem))
             yield from ("system\n", "user\n", "assistant\n")
 
@@ -90,7 +90,7 @@ def write_model_folder(folder: Path) -> None:
         "initializer_range": 0.04,
         "intermediate_size": 512,
         "max_position_embeddings": 512,
-        "num_attention_heads": 6,
+        "num_attention_heads": 4,
         "num_hidden_layers": 3,
         "num_key_value_heads": 2,
         "rms_norm_eps": 1e-6,

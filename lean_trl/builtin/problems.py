@@ -1,119 +1,109 @@
-"""Arithmetic in words with worked steps: the problems behind the built-in dataset.
+"""Sums in words with worked steps: the problems behind the built-in dataset.
 
-A problem is a start and some signed moves; the question and the worked answer follow from it. A row
-of any kind (a conversation, a pair of right and wrong answers, a prompt with its gold answer) is a
+A problem is a few numbers to add up; the question and the worked answer follow from it. A row of
+any kind (a conversation, a pair of right and wrong answers, a prompt with its gold answer) is a
 small function of a Problem and a random.Random, so one stream of problems serves every method.
 """
 
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-NAMES = ("Mia", "Tom", "Ana", "Ben", "Zoe", "Sam", "Eva", "Max")
+NAMES = {
+    "Mia": "she",
+    "Tom": "he",
+    "Ana": "she",
+    "Ben": "he",
+    "Zoe": "she",
+    "Sam": "he",
+    "Eva": "she",
+    "Max": "he",
+}
 ITEMS = ("apples", "coins", "books", "cards", "shells", "stamps", "marbles", "pens")
-GAINS = ("finds {} more", "buys {} more", "wins {} more", "gets {} more")
-LOSSES = ("loses {}", "sells {}", "gives away {}", "drops {}")
+VERBS = ("finds", "buys", "gets", "wins")
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+HELD_OUT_SHARE = 8  # one problem in so many is for tests only
 
 
 @dataclass(frozen=True)
 class Level:
-    """How hard a problem may be; every running total stays in 0 .. max_total."""
+    """How hard a problem may be: numbers to add, at most one a day, and the range of each."""
 
-    moves: tuple[int, int]  # fewest and most
-    amounts: tuple[int, int]  # smallest and largest amount of one move
-    max_total: int  # at least twice the largest amount, so that some move always fits
+    count: tuple[int, int]
+    size: tuple[int, int]
 
 
-EASY = Level(moves=(1, 3), amounts=(1, 9), max_total=99)
-HARD = Level(moves=(3, 5), amounts=(2, 19), max_total=99)
+EASY = Level(count=(2, 4), size=(1, 9))
+HARD = Level(count=(4, 6), size=(2, 29))
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A start to which moves are added one by one; a negative move takes away.
+    """Numbers to add up, two or more.
 
-    >>> Problem(14, (7, -5)).totals
-    (14, 21, 16)
+    >>> Problem((14, 7, 5)).totals
+    (14, 21, 26)
     """
 
-    start: int
-    moves: tuple[int, ...]
+    numbers: tuple[int, ...]
 
     @property
     def totals(self) -> tuple[int, ...]:
-        """The running totals, [len(moves) + 1]: the start, then one after each move."""
-        totals = [self.start]
-        for move in self.moves:
-            totals.append(totals[-1] + move)
+        """The running totals, one for each number."""
+        totals = [self.numbers[0]]
+        for number in self.numbers[1:]:
+            totals.append(totals[-1] + number)
         return tuple(totals)
 
+    @property
+    def held_out(self) -> bool:
+        """It is for tests only. A property of the numbers: no split, level or seed can mix it up.
 
-def draw(level: Level, rng: Random) -> Problem:
-    """One random problem of this level."""
-    total = start = rng.randint(1, level.max_total)
-    moves = []
-    for _ in range(rng.randint(*level.moves)):
-        amount = rng.randint(*level.amounts)
-        signs = [sign for sign in (1, -1) if 0 <= total + sign * amount <= level.max_total]
-        moves.append(rng.choice(signs) * amount)
-        total += moves[-1]
-    return Problem(start, tuple(moves))
+        >>> Problem((8, 5)).held_out, Problem((5, 8)).held_out
+        (False, False)
+        """
+        text = " ".join(map(str, self.numbers))
+        return zlib.crc32(text.encode()) % HELD_OUT_SHARE == 0
 
 
-def problems(level: Level, rng: Random, seen: set[Problem]) -> Iterator[Problem]:
-    """Endless new problems of this level: none is in `seen`, which each one joins."""
+def problems(level: Level, rng: Random, *, held_out: bool) -> Iterator[Problem]:
+    """Endless random problems of a level, all of them held out or none; they may repeat."""
     while True:
-        problem = draw(level, rng)
-        if problem not in seen:
-            seen.add(problem)
+        count = rng.randint(*level.count)
+        problem = Problem(tuple(rng.randint(*level.size) for _ in range(count)))
+        if problem.held_out == held_out:
             yield problem
 
 
 def question(problem: Problem, rng: Random) -> str:
-    """The problem in one of three wordings: a sum, orders, or a story."""
-    wording = rng.choice((_sum, _orders, _story))
-    return wording(problem, rng)
-
-
-def _sum(problem: Problem, rng: Random) -> str:
-    return f"What is {problem.start}{''.join(f' {_signed(move)}' for move in problem.moves)}?"
-
-
-def _orders(problem: Problem, rng: Random) -> str:
-    orders = [f"{'Add' if move > 0 else 'Subtract'} {abs(move)}." for move in problem.moves]
-    return " ".join([f"Start with {problem.start}.", *orders, "What do you get?"])
-
-
-def _story(problem: Problem, rng: Random) -> str:
-    name, items = rng.choice(NAMES), rng.choice(ITEMS)
-    events = [
-        f"{name} {rng.choice(GAINS if move > 0 else LOSSES).format(abs(move))}."
-        for move in problem.moves
-    ]
-    start = f"{name} has {problem.start} {items}."
-    return " ".join([start, *events, f"How many {items} does {name} have now?"])
+    """The problem as a bare sum or as a story."""
+    if rng.random() < 0.5:
+        return f"What is {' + '.join(map(str, problem.numbers))}?"
+    name, items = rng.choice(list(NAMES)), rng.choice(ITEMS)
+    first, *rest = problem.numbers
+    parts = [f"{first} {items} on {DAYS[0]}"]
+    parts += [f"{number} on {day}" for number, day in zip(rest, DAYS[1:], strict=False)]
+    told = f"{', '.join(parts[:-1])} and {parts[-1]}"
+    return f"{name} {rng.choice(VERBS)} {told}. How many {items} does {NAMES[name]} have?"
 
 
 def solution(problem: Problem) -> str:
-    r"""The worked answer: one line a move, then the result.
+    r"""The worked answer: one addition a line, then the result.
 
-    >>> solution(Problem(14, (7, -5)))
-    '14 + 7 = 21\n21 - 5 = 16\nAnswer: 16'
+    >>> solution(Problem((14, 7, 5)))
+    '14 + 7 = 21\n21 + 5 = 26\nAnswer: 26'
     """
-    totals = problem.totals
+    totals, added = problem.totals, problem.numbers[1:]
     steps = [
-        f"{before} {_signed(move)} = {after}"
-        for before, move, after in zip(totals, problem.moves, totals[1:], strict=False)
+        f"{before} + {number} = {after}"
+        for before, number, after in zip(totals, added, totals[1:], strict=False)
     ]
     return "\n".join([*steps, f"Answer: {totals[-1]}"])
-
-
-def _signed(move: int) -> str:
-    return f"{'+' if move > 0 else '-'} {abs(move)}"
 
 
 def answer_of(text: str) -> str | None:
