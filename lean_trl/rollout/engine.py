@@ -120,7 +120,9 @@ def generate(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
     engine.submit(requests)
     waiting = {(request.id, index) for request in requests for index in range(request.n)}
     place = {request.id: i for i, request in enumerate(requests)}
-    done: list[Completion] = []
+    # At least once: ranks that share an engine's weights meet in poll, with requests or without.
+    done = engine.poll()
+    waiting -= {(c.request_id, c.index) for c in done}
     while waiting:
         polled = engine.poll()
         if not polled:
@@ -128,7 +130,6 @@ def generate(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
                 f"the engine is idle, but {len(waiting)} completions are missing, "
                 f"the first of request {min(waiting)[0]}"
             )
-        for completion in polled:
-            waiting.discard((completion.request_id, completion.index))
+        waiting -= {(c.request_id, c.index) for c in polled}
         done += polled
     return sorted(done, key=lambda c: (place[c.request_id], c.index))

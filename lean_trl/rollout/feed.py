@@ -23,6 +23,7 @@ from lean_trl.config import Config
 from lean_trl.data.batch import build_batch, filler_batch
 from lean_trl.data.plan import Cut, Window
 from lean_trl.data.tokenizer import Tokenizer
+from lean_trl.model.decoder import CausalLM
 from lean_trl.rollout.advantages import finish_rewards
 from lean_trl.rollout.arithmetic import Arithmetic, make_arithmetic
 from lean_trl.rollout.buffer import (
@@ -35,6 +36,7 @@ from lean_trl.rollout.buffer import (
 )
 from lean_trl.rollout.engine import Completion, Engine, Request, Sampling, generate
 from lean_trl.rollout.entropy import EntropyController
+from lean_trl.rollout.gather import open_native
 from lean_trl.rollout.judges import Judges, open_judges
 from lean_trl.rollout.prompts import Prompt, Prompts, open_prompts
 from lean_trl.rollout.replay import CompletionLog, ReplayEngine
@@ -85,9 +87,11 @@ class RolloutFeed:
         """Windows of the whole run, known before the first."""
         return self.prompts.steps
 
-    def connect(self, model: nn.Module, reference: nn.Module | None) -> None:
+    def connect(self, model: CausalLM, reference: nn.Module | None) -> None:
         """Hand over the policy, and the frozen reference when the method needs one."""
         self._model, self._reference = model, reference
+        if self.engine is None:
+            self.engine = open_native(model, self.config, self.world)
 
     def __iter__(self) -> Iterator[Window]:
         while self._done < self.steps:
