@@ -19,6 +19,7 @@ A prompt `abc` with completions `d` and `e` that share it (a tree: R = 1, S = 2)
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -31,6 +32,7 @@ from torch import Tensor
 # The label that data files (and the `targets` that outsiders pass to linear_logprobs) use for "no
 # loss here".
 IGNORE_INDEX = -100
+MAX_ID = 2**31 - 1  # ids are kept as int32
 
 # What a loss term may be divided by; counted over the whole window and all ranks before the first
 # forward.
@@ -68,12 +70,18 @@ class Example:
     source: tuple[str, int] = ("", -1)  # (file, row) that it came from, for messages
 
     def __post_init__(self) -> None:
-        ids = np.asarray(self.input_ids, dtype=np.int32)
-        if ids.ndim != 1 or len(ids) == 0:
+        given = np.asarray(self.input_ids)
+        if given.ndim != 1 or len(given) == 0:
             raise ValueError(
                 f"input_ids of {self.source} must be a non-empty list of ints, "
-                f"got shape {ids.shape}"
+                f"got shape {given.shape}"
             )
+        if given.dtype.kind not in "iu" or given.min() < 0 or given.max() > MAX_ID:
+            raise ValueError(
+                f"input_ids of {self.source} must be ints from 0 to {MAX_ID}, "
+                f"got {reprlib.repr(given.tolist())}"
+            )
+        ids = given.astype(np.int32, copy=False)
         scored = np.ones(len(ids), bool) if self.scored is None else np.asarray(self.scored, bool)
         if scored.shape != ids.shape:
             raise ValueError(
@@ -172,6 +180,7 @@ class Batch:
     num_groups: int = 0
     temperature: float = 1.0  # the scored tokens were sampled at it: logits are divided by it
     max_completion_length: int = 0  # tokens that a completion could have had; 0: not sampled
+    max_id: int = 0  # largest of input_ids: the model refuses one that it has no embedding for
     sources: tuple[tuple[str, int], ...] = ()  # [S]; (file, row) of each sequence, for messages
     # The same prompts with completions of other rows, for KTO's KL: scored, never trained on.
     mismatched: Batch | None = None

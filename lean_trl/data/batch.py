@@ -124,6 +124,7 @@ def build_batch(
         num_real_tokens=num_real_tokens,
         num_pairs=num_pairs,
         num_groups=len({example.group for example in examples if example.group >= 0}),
+        max_id=int(ids.max()),
         sources=tuple(example.source for example in examples),
     )
 

@@ -20,6 +20,7 @@ from lean_trl.data.messages import (
 from lean_trl.data.rows import Row
 from lean_trl.data.spans import AssistantSpans
 from lean_trl.data.tokenizer import Tokenizer
+from lean_trl.types import MAX_ID
 
 Span = tuple[int, int]
 
@@ -130,11 +131,13 @@ def read_text(value: Any, name: str) -> str:
     return value
 
 
-def read_ids(row: Row, name: str) -> np.ndarray:
-    """int32 [n], n >= 1: a column of token ids or of flags."""
+def read_ids(row: Row, name: str, least: int = 0) -> np.ndarray:
+    """int32 [n], n >= 1: a column of token ids, labels or flags, none below `least`."""
     array = np.asarray(row[name])
     if array.ndim != 1 or (len(array) and array.dtype.kind not in "iub"):
         raise RowError(f"{name} is not a list of ints")
     if len(array) == 0:
         raise RowError(f"{name} is empty")
+    if array.min() < least or array.max() > MAX_ID:
+        raise RowError(f"{name} has values that are not from {least} to {MAX_ID}")
     return array.astype(np.int32)

@@ -199,7 +199,7 @@ def tokenised_prompt(row: Row, reader: Reader) -> Drafts:
 
 
 def _as_long(row: Row, name: str, ids: np.ndarray) -> np.ndarray:
-    values = read_ids(row, name)
+    values = read_ids(row, name, least=IGNORE_INDEX)
     if len(values) != len(ids):
         raise RowError(f"{name} and input_ids differ in length")
     return values

@@ -23,7 +23,7 @@ from lean_trl.model.config import ModelConfig
 from lean_trl.model.modules import MLP, Embedding, RMSNorm, grad_buffer
 from lean_trl.model.moe import Routing, SparseMLP
 from lean_trl.model.rope import RotaryEmbedding
-from lean_trl.ops.linear_logprobs import linear_logprobs
+from lean_trl.ops.linear_logprobs import Adapter, linear_logprobs
 from lean_trl.types import Batch, Scores
 
 ATTENTION = {"grouped": Attention, "latent": LatentAttention}
@@ -111,22 +111,30 @@ class HeadSettings(NamedTuple):
     softcap: float | None
 
 
-class Head(nn.Module):
-    """An untied head: a module of its own, so that it can be sharded and gathered by itself."""
+class Head(nn.Linear):
+    """An untied head: a module of its own, so that it can be sharded and gathered by itself.
+
+    A linear layer to adapters, but its forward never makes logits. adapter: (low [T, r], up [V, r])
+    of a low-rank adapter on the weight.
+    """
 
     def __init__(self, config: ModelConfig, **factory: Any) -> None:
-        super().__init__()
+        super().__init__(config.hidden_size, config.vocab_size, bias=False, **factory)
         self.settings = HeadSettings(config.logits_scale, config.logits_softcap)
-        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, **factory))
 
     def forward(
-        self, hidden: Tensor, batch: Batch, want: Sequence[str], temperature: float | Tensor
+        self,
+        hidden: Tensor,
+        batch: Batch,
+        want: Sequence[str],
+        temperature: float | Tensor,
+        adapter: Adapter | None = None,
     ) -> Scores:
-        return score(hidden, self.weight, batch, want, temperature, self.settings)
+        return score(hidden, self.weight, batch, want, temperature, self.settings, adapter)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, adapter: Adapter | None = None) -> Tensor:
         """See CausalLM.logits."""
-        return make_logits(hidden, self.weight, self.settings)
+        return make_logits(hidden, self.weight, self.settings, adapter)
 
 
 class CausalLM(nn.Module):
@@ -182,6 +190,11 @@ class CausalLM(nn.Module):
         return self._run(batch)[0]
 
     def _run(self, batch: Batch) -> tuple[Tensor, Routing | None]:
+        if batch.max_id >= self.config.vocab_size:
+            raise ValueError(
+                f"token id {batch.max_id} is not one of the {self.config.vocab_size} that the "
+                "model knows: the tokenizer, or the ids in the rows, are of another model"
+            )
         ctx = PackedContext(
             cu_seqlens=batch.cu_seqlens,
             max_seqlen=batch.max_seqlen,
@@ -207,9 +220,13 @@ class CausalLM(nn.Module):
         return make_logits(hidden, self.model.embed_tokens.weight, settings)
 
 
-def make_logits(hidden: Tensor, weight: Tensor, settings: HeadSettings) -> Tensor:
+def make_logits(
+    hidden: Tensor, weight: Tensor, settings: HeadSettings, adapter: Adapter | None = None
+) -> Tensor:
     """fp32 [..., V] of hidden [..., D] and the head's weight [V, D] (fp64 for fp64)."""
     logits = F.linear(hidden, weight)
+    if adapter is not None:
+        logits = logits + F.linear(*adapter)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * settings.scale
     cap = settings.softcap
     return logits if cap is None else cap * torch.tanh(logits / cap)
@@ -243,6 +260,7 @@ def score(
     want: Sequence[str],
     temperature: float | Tensor,
     settings: HeadSettings,
+    adapter: Adapter | None = None,
 ) -> Scores:
     """Scores of the batch's scored tokens from hidden [T, D] and the head's weight [V, D]."""
     return linear_logprobs(
@@ -250,6 +268,7 @@ def score(
         weight,
         batch.targets,
         batch.rows,
+        adapter=adapter,
         temperature=temperature,
         softcap=settings.softcap,
         scale=settings.scale,

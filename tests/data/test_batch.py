@@ -172,6 +172,17 @@ def test_refusals(examples: list[Example], message: str) -> None:
         build_batch(examples)
 
 
+@pytest.mark.parametrize("ids", [[], [1.5, 2.0], [3, -1], [2**31], [2**70], ["a"], [[1]], 7])
+def test_what_are_no_token_ids(ids: object) -> None:
+    with pytest.raises(ValueError, match=r"input_ids of \('rows', 3\) must be"):
+        Example(ids, source=("rows", 3))  # type: ignore[arg-type]
+
+
+def test_a_batch_knows_its_largest_id() -> None:
+    assert build_batch([Example([5, 9]), Example([7])]).max_id == 9
+    assert filler_batch().max_id == 0
+
+
 def test_filler_counts_for_nothing() -> None:
     filler = filler_batch()
     assert (

@@ -369,6 +369,13 @@ def test_odd_rows(tok: Tokenizer, tmp_path: Path) -> None:
     assert min(got.store.lengths) >= 1
 
 
+def test_ids_that_do_not_fit_are_no_other_ids(tok: Tokenizer, tmp_path: Path) -> None:
+    rows = [{"input_ids": ids} for ids in ([1, 2**32 + 3], [1, -5], [1, 2])]
+    got = read([*rows, {"input_ids": [1, 2], "labels": [-100, 2]}], tok, tmp_path)
+    assert tokens(got) == [[1, 2], [1, 2]]
+    assert got.drops.count == {"input_ids has values that are not from 0 to 2147483647": 2}
+
+
 def test_nothing_usable_names_columns_and_formats(tok: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(ValueError) as raised:
         read([{"question": "a", "answer": "b"}], tok, tmp_path)

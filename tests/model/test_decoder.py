@@ -76,6 +76,14 @@ def test_a_shared_prompt_changes_nothing_but_the_work(family):
     assert_grads_close(results[1][1], results[0][1])
 
 
+def test_an_id_beyond_the_vocabulary_is_named():
+    model = tiny()
+    size = model.config.vocab_size
+    assert len(model(build_batch([Example([1, size - 1])])).logprobs) == 1
+    with pytest.raises(ValueError, match=f"token id {size} is not one of the {size}"):
+        model(build_batch([Example([1, size])]))
+
+
 def test_scores_are_those_of_the_logits():
     model = tiny("granite", tied=True)
     batch = build_batch(examples(9, 4))
