@@ -23,7 +23,7 @@ from lean_trl.model.config import ModelConfig
 from lean_trl.model.modules import MLP, Embedding, RMSNorm, grad_buffer
 from lean_trl.model.moe import Routing, SparseMLP
 from lean_trl.model.rope import RotaryEmbedding
-from lean_trl.ops.linear_logprobs import linear_logprobs
+from lean_trl.ops.linear_logprobs import Adapter, linear_logprobs
 from lean_trl.types import Batch, Scores
 
 ATTENTION = {"grouped": Attention, "latent": LatentAttention}
@@ -112,7 +112,10 @@ class HeadSettings(NamedTuple):
 
 
 class Head(nn.Module):
-    """An untied head: a module of its own, so that it can be sharded and gathered by itself."""
+    """An untied head: a module of its own, so that it can be sharded and gathered by itself.
+
+    adapter: (low [T, r], up [V, r]) of a low-rank adapter on the weight.
+    """
 
     def __init__(self, config: ModelConfig, **factory: Any) -> None:
         super().__init__()
@@ -120,13 +123,18 @@ class Head(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, **factory))
 
     def forward(
-        self, hidden: Tensor, batch: Batch, want: Sequence[str], temperature: float | Tensor
+        self,
+        hidden: Tensor,
+        batch: Batch,
+        want: Sequence[str],
+        temperature: float | Tensor,
+        adapter: Adapter | None = None,
     ) -> Scores:
-        return score(hidden, self.weight, batch, want, temperature, self.settings)
+        return score(hidden, self.weight, batch, want, temperature, self.settings, adapter)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, adapter: Adapter | None = None) -> Tensor:
         """See CausalLM.logits."""
-        return make_logits(hidden, self.weight, self.settings)
+        return make_logits(hidden, self.weight, self.settings, adapter)
 
 
 class CausalLM(nn.Module):
@@ -212,9 +220,13 @@ class CausalLM(nn.Module):
         return make_logits(hidden, self.model.embed_tokens.weight, settings)
 
 
-def make_logits(hidden: Tensor, weight: Tensor, settings: HeadSettings) -> Tensor:
+def make_logits(
+    hidden: Tensor, weight: Tensor, settings: HeadSettings, adapter: Adapter | None = None
+) -> Tensor:
     """fp32 [..., V] of hidden [..., D] and the head's weight [V, D] (fp64 for fp64)."""
     logits = F.linear(hidden, weight)
+    if adapter is not None:
+        logits = logits + F.linear(*adapter)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * settings.scale
     cap = settings.softcap
     return logits if cap is None else cap * torch.tanh(logits / cap)
@@ -248,6 +260,7 @@ def score(
     want: Sequence[str],
     temperature: float | Tensor,
     settings: HeadSettings,
+    adapter: Adapter | None = None,
 ) -> Scores:
     """Scores of the batch's scored tokens from hidden [T, D] and the head's weight [V, D]."""
     return linear_logprobs(
@@ -255,6 +268,7 @@ def score(
         weight,
         batch.targets,
         batch.rows,
+        adapter=adapter,
         temperature=temperature,
         softcap=settings.softcap,
         scale=settings.scale,

@@ -51,12 +51,8 @@ class MLP(nn.Module):
         return self.down_proj(swiglu(gate, up, activation=self.activation))
 
 
-class Embedding(nn.Module):
-    """Rows of weight [V, D]."""
-
-    def __init__(self, num: int, size: int, **factory: Any) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num, size, **factory))
+class Embedding(nn.Embedding):
+    """Rows of weight [V, D]: an nn.Embedding to adapters, with a gradient that is added in place."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return embedding(ids, self.weight, grad_into=grad_buffer(self.weight))

@@ -16,9 +16,10 @@ from lean_trl.ops.linear_logprobs_torch import Head, Stats, stat_dtype, torch_ba
 from lean_trl.types import IGNORE_INDEX, WANT, Scores
 
 RowMap = tuple[Tensor, Tensor]
-Backend = Callable[[Tensor, Tensor, Tensor | None, Head], Stats]
+Adapter = tuple[Tensor, Tensor]
+Backend = Callable[[Tensor, Tensor, Tensor | None, Adapter | None, Head], Stats]
 
-# Open table: (hidden, weight, bias, head) -> Stats.
+# Open table: (hidden, weight, bias, adapter, head) -> Stats.
 BACKENDS: dict[str, Backend] = {"torch": torch_backend}
 
 
@@ -29,7 +30,7 @@ def linear_logprobs(
     rows: Tensor | None = None,
     *,
     bias: Tensor | None = None,
-    adapter: object | None = None,
+    adapter: Adapter | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     scale: float = 1.0,
@@ -41,7 +42,7 @@ def linear_logprobs(
 ) -> Scores:
     """Log-probability of each target, and statistics of the distribution that predicts it.
 
-        a = scale * (hidden @ weight.T + bias)
+        a = scale * (hidden @ weight.T + low @ up.T + bias)
         z = softcap * tanh(a / softcap) / temperature       (a / temperature without a softcap)
         p = softmax(z),  logprob = log p_y,  entropy = -sum p log p,  log_sum_sq = log sum p^2
 
@@ -56,6 +57,9 @@ def linear_logprobs(
             known on the device), so pass `rows` when most are ignored.
         rows: int [U]; target u is predicted from hidden[rows[u]]. Rows may repeat.
         bias: [V], dtype of weight.
+        adapter: (low [N, r], up [V, r]), both float: a low-rank adapter on the head, never folded
+            into the weight. For LoRA, low = alpha / r * dropout(hidden) @ A.T, and up = B. Both get
+            gradients. Rounded to hidden's dtype.
         temperature: a float > 0, or a float tensor [N], one per row of hidden (no gradient).
         want: any of "entropy", "top1", "log_sum_sq". top1: the target has the largest logit; a tie
             with an earlier token counts as wrong.
@@ -72,7 +76,7 @@ def linear_logprobs(
         Scores of [U] tensors.
 
     Raises:
-        ValueError: shapes, dtypes or settings that do not fit; an adapter (not supported yet).
+        ValueError: shapes, dtypes or settings that do not fit.
         RuntimeError: a target outside [0, V). Checked on the device without a sync: on a GPU it
             surfaces at a later call.
 
@@ -83,11 +87,15 @@ def linear_logprobs(
     >>> round(linear_logprobs(hidden, weight, token, temperature=0.5).logprobs.item(), 6)
     -0.142932
     """
-    if adapter is not None:
-        raise ValueError(
-            "linear_logprobs: adapter on the head is not supported yet; pass adapter=None"
-        )
     _check_tensors(hidden, weight, targets, rows, bias, grad_into)
+    if adapter is not None:
+        low, up = adapter
+        if low.ndim != 2 or up.shape != (weight.shape[0], low.shape[1]) or len(low) != len(hidden):
+            raise ValueError(
+                f"linear_logprobs: adapter must be ([{hidden.shape[0]}, r], [{weight.shape[0]}, "
+                f"r]), got {list(low.shape)} and {list(up.shape)}"
+            )
+        adapter = low.to(hidden.dtype), up.to(hidden.dtype)
     _check_settings(temperature, softcap, want, chunk_size, backend, hidden.shape[0])
 
     targets = targets.long()
@@ -117,7 +125,7 @@ def linear_logprobs(
         chunk_size=chunk_size,
     )
     run = BACKENDS["torch" if backend == "auto" else backend]
-    stats = run(hidden, weight, bias, head)
+    stats = run(hidden, weight, bias, adapter, head)
     return _scores(stats, head, ignored)
 
 
@@ -242,6 +250,7 @@ def linear_logprobs_plain(
     rows: Tensor | None = None,
     *,
     bias: Tensor | None = None,
+    adapter: Adapter | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     scale: float = 1.0,
@@ -257,10 +266,14 @@ def linear_logprobs_plain(
         targets == IGNORE_INDEX if rows is None else torch.zeros_like(targets, dtype=torch.bool)
     )
     targets = targets.masked_fill(ignored, 0)[:, None]
+    low = None if adapter is None else adapter[0]
     if rows is not None:
         hidden = hidden[rows]
+        low = None if low is None else low[rows]
         temperature = temperature[rows] if isinstance(temperature, Tensor) else temperature
     logits = torch.nn.functional.linear(hidden, weight, bias)
+    if adapter is not None and low is not None:
+        logits = logits + low @ adapter[1].t()
     logits = scale * logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)

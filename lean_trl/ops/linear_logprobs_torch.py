@@ -12,7 +12,7 @@ V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -64,17 +64,31 @@ def matmul_dtype(hidden: Tensor) -> torch.dtype:
     return hidden.dtype if hidden.is_cuda else stat_dtype(hidden)
 
 
-def torch_backend(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head) -> Stats:
-    return Stats(*_LinearLogprobs.apply(hidden, weight, bias, head))
+def torch_backend(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    adapter: tuple[Tensor, Tensor] | None,
+    head: Head,
+) -> Stats:
+    low, up = adapter or (None, None)
+    return Stats(*_LinearLogprobs.apply(hidden, weight, bias, low, up, head))
 
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        low: Tensor | None,
+        up: Tensor | None,
+        head: Head,
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        tiles = _Tiles(hidden, weight, bias, head, buffers=1 + ("entropy" in head.want))
+        buffers = 1 + ("entropy" in head.want)
+        tiles = _Tiles(hidden, weight, bias, low, up, head, buffers)
         stats = _RowStats(tiles, head.want)
         target_logits = tiles.x.new_zeros(head.targets.shape, dtype=tiles.dtype)
         for v, w in tiles.vocabulary():
@@ -92,22 +106,25 @@ class _LinearLogprobs(torch.autograd.Function):
         logprobs = (target_logits - _per_unit(top, head)) - _per_unit(log_total, head)
         entropy, argmax, log_sum_sq = stats.moments(top, total)
         ctx.head = head
-        ctx.save_for_backward(hidden, weight, bias, top, total, entropy)
+        ctx.save_for_backward(hidden, weight, bias, low, up, top, total, entropy)
         ctx.mark_non_differentiable(*(s for s in (argmax, log_sum_sq) if s is not None))
         return logprobs, entropy, argmax, log_sum_sq
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Tensor | None, g_entropy: Tensor | None, *_: None) -> tuple[Any, ...]:
-        hidden, weight, bias, top, total, entropy = ctx.saved_tensors
+        hidden, weight, bias, low, up, top, total, entropy = ctx.saved_tensors
         head: Head = ctx.head
         buffers = 1 + (head.cap is not None) + (g_entropy is not None)
-        tiles = _Tiles(hidden, weight, bias, head, buffers)
+        tiles = _Tiles(hidden, weight, bias, low, up, head, buffers)
         logits_grad = _LogitsGrad(tiles, g, g_entropy, top, total, entropy)
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        need_hidden, need_weight, need_bias, *need_adapter = ctx.needs_input_grad[:5]
         grad_x = torch.zeros_like(tiles.x, dtype=tiles.dtype) if need_hidden else None
         grad_bias = tiles.x.new_zeros(weight.shape[0], dtype=tiles.dtype) if need_bias else None
         grad_weight = _WeightGrad(tiles, weight, head.grad_into) if need_weight else None
+        grad_adapter = None
+        if low is not None and up is not None:
+            grad_adapter = _AdapterGrad(tiles, low, up, need_adapter)
         for v, w in tiles.vocabulary():
             for r in tiles.rows:
                 da = logits_grad.tile(r, v, w)
@@ -118,10 +135,13 @@ class _LinearLogprobs(torch.autograd.Function):
                     _addmm(grad_x[r], da, w)
                 if grad_weight is not None:
                     grad_weight.add(da, r, v)
+                if grad_adapter is not None:
+                    grad_adapter.add(da, r, v)
         return (
-            None if grad_x is None else tiles.grad_hidden(grad_x, hidden),
+            None if grad_x is None else tiles.grad_rows(grad_x, hidden),
             None if grad_weight is None else grad_weight.result,
             None if grad_bias is None else grad_bias.to(bias.dtype),
+            *((None, None) if grad_adapter is None else grad_adapter.result),
             None,
         )
 
@@ -130,15 +150,21 @@ class _Tiles:
     """The inputs as the matmuls need them, and how the [Q, V] logits are cut."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, buffers: int
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        low: Tensor | None,
+        up: Tensor | None,
+        head: Head,
+        buffers: int,
     ) -> None:
         self.weight, self.bias, self.head = weight, bias, head
         self.dtype = stat_dtype(hidden)
-        x = hidden if head.distinct is None else hidden.index_select(0, head.distinct)
         self.sloped = isinstance(head.slope, Tensor) or head.slope != 1
-        if self.sloped:
-            x = x.to(self.dtype) * head.slope
-        self.x = x.to(matmul_dtype(hidden))  # [Q, D]; holds the slope: tiles need no pass for it
+        self.x = self._rows(hidden)  # [Q, D]; holds the slope: tiles need no pass for it
+        self.low = None if low is None else self._rows(low)  # [Q, r], with the slope too
+        self.up = None if up is None else up.to(self.x.dtype)
 
         num_rows, vocab = self.x.shape[0], weight.shape[0]
         self.rows = _slices(num_rows, head.chunk_size or _even(num_rows, MAX_ROWS))
@@ -150,6 +176,13 @@ class _Tiles:
         self._buffers = self.x.new_empty(buffers, height * width, dtype=self.dtype)
         self.slope_column = self.x.new_ones(num_rows, 1, dtype=self.dtype) * head.slope
 
+    def _rows(self, hidden: Tensor) -> Tensor:
+        """The rows that need logits, times the slope, as the matmuls need them."""
+        x = hidden if self.head.distinct is None else hidden.index_select(0, self.head.distinct)
+        if self.sloped:
+            x = x.to(self.dtype) * self.head.slope
+        return x.to(matmul_dtype(hidden))
+
     def vocabulary(self) -> Iterator[tuple[slice, Tensor]]:
         """(slice, its rows of the weight in the dtype of x)."""
         for v in self.columns:
@@ -160,10 +193,12 @@ class _Tiles:
         return self._buffers[number, : like.numel()].view_as(like)
 
     def activations(self, r: slice, v: slice, w: Tensor) -> Tensor:
-        """slope * (x w + bias) of a tile, before the softcap; valid until the next call."""
+        """slope * (x w + low up + bias) of a tile, before the softcap; valid until the next call."""
         shape = (r.stop - r.start, v.stop - v.start)
         out = self._buffers[0, : shape[0] * shape[1]].view(shape)
         _mm(out, self.x[r], w.t())
+        if self.low is not None and self.up is not None:
+            _addmm(out, self.low[r], self.up[v].t())
         if self.bias is not None:
             out.addcmul_(self.slope_column[r], self.bias[v].to(self.dtype))
         return out
@@ -183,8 +218,8 @@ class _Tiles:
         inside = inside & (column >= 0) & (column < width)
         return units, torch.where(inside, row * width + column, 0), inside
 
-    def grad_hidden(self, grad_x: Tensor, hidden: Tensor) -> Tensor:
-        """The gradient of hidden [N, D] from that of x [Q, D]."""
+    def grad_rows(self, grad_x: Tensor, hidden: Tensor) -> Tensor:
+        """The gradient of hidden [N, ...] from that of its rows with the slope, [Q, ...]."""
         if self.sloped:
             grad_x.mul_(self.head.slope)
         grad_x = grad_x.to(hidden.dtype)
@@ -336,6 +371,30 @@ class _WeightGrad:
             _addmm(self.sum, da.t(), self.tiles.x[r])
         if not direct and r is self.tiles.rows[-1]:
             target.copy_(self.sum) if self.fresh else target.add_(self.sum)
+
+
+class _AdapterGrad:
+    """Gradients of the two factors of an adapter, of those that need one."""
+
+    def __init__(self, tiles: _Tiles, low: Tensor, up: Tensor, needed: Sequence[bool]) -> None:
+        assert tiles.low is not None and tiles.up is not None
+        self.tiles, self.low, self.up = tiles, low, up
+        self.low_rows, self.up_rows = tiles.low, tiles.up
+        self.grad_low = torch.zeros_like(self.low_rows, dtype=tiles.dtype) if needed[0] else None
+        self.grad_up = torch.zeros_like(self.up_rows, dtype=tiles.dtype) if needed[1] else None
+
+    def add(self, da: Tensor, r: slice, v: slice) -> None:
+        if self.grad_low is not None:
+            _addmm(self.grad_low[r], da, self.up_rows[v])
+        if self.grad_up is not None:
+            _addmm(self.grad_up[v], da.t(), self.low_rows[r])
+
+    @property
+    def result(self) -> tuple[Tensor | None, Tensor | None]:
+        return (
+            None if self.grad_low is None else self.tiles.grad_rows(self.grad_low, self.low),
+            None if self.grad_up is None else self.grad_up.to(self.up.dtype),
+        )
 
 
 def _mm(out: Tensor, a: Tensor, b: Tensor) -> None:

@@ -62,6 +62,47 @@ def assert_close(got: Tensor | None, expected: Tensor | None, tolerance: float) 
         assert (got - expected).abs().max().item() <= tolerance * scale
 
 
+# -- an adapter on the head -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trained", ["adapter", "all"])
+@pytest.mark.parametrize("softcap, temperature", [(None, 1.0), (20.0, 0.7)])
+def test_adapter_is_a_low_rank_change_of_the_weight(small_tiles, trained, softcap, temperature):
+    """Scores and every gradient as with the weight W + s B A, which is never made."""
+    hidden, weight, bias, targets = problem()
+    targets = targets[:20]
+    rows = torch.arange(20) // 2  # repeated rows
+    rng = torch.Generator().manual_seed(5)
+    a, b = (torch.randn(s, generator=rng).requires_grad_() for s in ((4, D), (V, 4)))
+    weight.requires_grad_(trained == "all")
+    leaves = [leaf for leaf in (hidden, weight, a, b) if leaf.requires_grad]
+    options = dict(bias=bias.detach(), softcap=softcap, temperature=temperature, want=WANT)
+    low = 0.5 * hidden @ a.t()
+    scores = linear_logprobs(hidden, weight, targets, rows, adapter=(low, b), **options)
+    folded = linear_logprobs_plain(hidden, weight + 0.5 * b @ a, targets, rows, **options)
+    assert_close(scores.logprobs, folded.logprobs, 1e-6)
+    assert torch.equal(scores.top1, folded.top1)
+    got = torch.autograd.grad(weighted_loss(scores), leaves)
+    for each, expected in zip(got, torch.autograd.grad(weighted_loss(folded), leaves), strict=True):
+        assert expected.abs().max() > 1e-3
+        assert_close(each, expected, 2e-6)
+
+
+def test_adapter_of_bf16_hidden_states():
+    hidden, weight, _, targets = problem(torch.bfloat16)
+    rng = torch.Generator().manual_seed(5)
+    low, up = (torch.randn(s, generator=rng).requires_grad_() for s in ((N, 4), (V, 4)))
+    scores = linear_logprobs(hidden, weight, targets, adapter=(low, up), want=("entropy",))
+    plain = linear_logprobs_plain(
+        hidden.float(), weight.float(), targets, adapter=(low, up), want=("entropy",)
+    )
+    assert_close(scores.logprobs, plain.logprobs, 1e-2)
+    leaves = (low, up)
+    got = torch.autograd.grad(weighted_loss(scores), leaves)
+    for each, expected in zip(got, torch.autograd.grad(weighted_loss(plain), leaves), strict=True):
+        assert_close(each, expected, 2e-2)
+
+
 # -- closed forms ----------------------------------------------------------------------------------
 
 
@@ -560,7 +601,10 @@ def ids(*shape: int) -> Tensor:
         ({"rows": ids(4), "row_map": "guess"}, "row_map must be"),
         ({"row_map": (ids(1), ids(4))}, "needs rows"),
         ({"bias": torch.zeros(4)}, r"bias must be \[5\]"),
-        ({"adapter": object()}, "adapter on the head is not supported yet"),
+        (
+            {"adapter": (torch.zeros(N, 2), torch.zeros(V, 3))},
+            r"adapter must be \(\[4, r\], \[5, r\]\), got \[37, 2\] and \[131, 3\]",
+        ),
         ({"temperature": 0.0}, "temperature must be positive"),
         ({"temperature": torch.ones(3)}, "one float per row of hidden"),
         ({"softcap": -1.0}, "softcap must be positive"),
