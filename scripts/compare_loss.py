@@ -95,8 +95,14 @@ def run(code: Path, recipe: Path | None, folder: Path, options: argparse.Namespa
         launcher += [f"--nproc-per-node={options.ranks}"]
     command = [*launcher, str(code / "scripts" / "train.py")]
     command += [str(recipe.resolve())] if recipe else []
-    command += ["--train.max_steps", str(options.steps), "--train.deterministic", "true"]
-    command += ["--checkpoint.export_hf", "false", *options.settings]
+    command += ["--train.max_steps", str(options.steps), "--train.warmup_steps", "0"]
+    command += [
+        "--train.deterministic",
+        "true",
+        "--checkpoint.export_hf",
+        "false",
+        *options.settings,
+    ]
     command += ["--output_dir", str(folder / "out")]
     paths = os.pathsep.join([str(code), str(code / "kernels")])
     print(f"running {' '.join(command)}", file=sys.stderr)
