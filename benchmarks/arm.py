@@ -45,7 +45,13 @@ def main() -> None:
         config = replace(
             config,
             output_dir=folder,
-            train=replace(config.train, max_steps=job["warm_up"] + job["steps"]),
+            data=replace(config.data, eval_path=None, eval_split=None),
+            train=replace(
+                config.train,
+                max_steps=job["warm_up"] + job["steps"],
+                warmup_steps=0,
+                eval_every=None,
+            ),
             checkpoint=replace(config.checkpoint, resume="never"),
         )
         result = measure(config, world, job)

@@ -58,6 +58,20 @@ class Runs:
         return (min(values), max(values)) if values else None
 
 
+@dataclass(frozen=True)
+class Plan:
+    """Arms by name with their settings; `none` has every technique off.
+
+    The walks are {what the arm is called there: arm}: one arm may stand in both.
+    """
+
+    ladder: dict[str, str]
+    leave_one_out: dict[str, str]
+    settings: dict[str, Any]  # arm -> Config
+    failures: dict[str, str] = field(default_factory=dict)  # arm -> what its settings contradict
+    skipped: dict[str, str] = field(default_factory=dict)  # technique without an arm -> why
+
+
 def interleave(
     arms: Sequence[Arm], repeats: int, *, timeout_s: float = 3600, say: Any = None
 ) -> dict[str, Runs]:
@@ -76,7 +90,9 @@ def interleave(
                 mine.failure = str(error)
             rate, failed = mine.median("tokens_per_second"), mine.failure
             note = failed or ("" if rate is None else f"{rate:.1f} tokens/s")
-            say(f"repeat {repeat + 1}/{repeats}, {arm.name}: {note} (load {os.getloadavg()[0]:.1f})")
+            say(
+                f"repeat {repeat + 1}/{repeats}, {arm.name}: {note} (load {os.getloadavg()[0]:.1f})"
+            )
     return runs
 
 
