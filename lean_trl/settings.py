@@ -244,7 +244,8 @@ def _suggestion(root: type, path: str, foreign: Mapping[str, str]) -> str:
         return "did you mean " + " or ".join(elsewhere) + "?"
     if name in foreign:
         ours = foreign[name]
-        return f"that setting is {ours} here" if ours in known else ours
+        a_key = any(path == ours or path.startswith(f"{ours}.") for path in known)
+        return f"that setting is {ours} here" if a_key else ours
     above = "".join(f"{section}." for section in sections)
     below = [key.removeprefix(above) for key in known if key.startswith(above)]
     beside = {rest.partition(".")[0]: above + rest.partition(".")[0] for rest in below}

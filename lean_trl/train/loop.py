@@ -9,6 +9,8 @@ Run it with `torchrun scripts/train.py recipe.yaml`.
 
 from __future__ import annotations
 
+import math
+import os
 import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -60,7 +62,7 @@ from lean_trl.train.resume import (
     save,
 )
 from lean_trl.train.router import with_router_loss
-from lean_trl.train.schedule import lr_factor
+from lean_trl.train.schedule import check_schedule, lr_factor
 from lean_trl.train.score import move_reference, referenced
 from lean_trl.train.showcase import is_builtin_task, show
 from lean_trl.train.signals import STOP, Signals
@@ -68,6 +70,8 @@ from lean_trl.train.step import train_step
 from lean_trl.train.trackers import Trackers
 from lean_trl.train.watchdog import Place, Watchdog
 from lean_trl.types import Method
+
+TrainFeed = Feed | StreamFeed | RolloutFeed
 
 
 @dataclass
@@ -81,7 +85,7 @@ class Run:
     method: Method
     optimizer: Optimizer
     around: Callable[[], AbstractContextManager]
-    train_feed: Feed | StreamFeed | RolloutFeed
+    train_feed: TrainFeed
     eval_feed: Feed | None
     log: StepLog
     checkpoints: Checkpointer
@@ -134,24 +138,15 @@ def set_up(config: Config, world: World) -> Run:
         )
     folder = Path(config.output_dir)
     if world.is_main:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_writable(folder)
     checkpoints, newest = open_checkpoints(config, world)
     if newest is not None:
         config = same_window(config, newest, world)
-    if world.is_main:
+    if world.is_main and not (config.eval_only and (folder / "config.yaml").exists()):
         save_config(config, folder / "config.yaml")
     tokenizer = load_tokenizer(config.model)
     method = METHODS[config.method].bind(config.loss)
-    train_feed: Feed | StreamFeed | RolloutFeed
-    eval_feed = None
-    if method.rollout:
-        train_feed, report = open_rollouts(config, tokenizer, world)
-    else:
-        train_feed, eval_feed, report = open_feeds(
-            config, tokenizer, method.examples, world.rank, world.size
-        )
-    if world.is_main:
-        print(report, flush=True)
+    train_feed, eval_feed = open_rows(config, tokenizer, method, world)
     # What is cut into shards gets its weights afterwards: each rank reads its own.
     reference = None
     if method.reference:
@@ -163,10 +158,6 @@ def set_up(config: Config, world: World) -> Run:
     if needs_mesh(config):
         fill(model, config, torch.device("cpu") if config.memory.cpu_offload else world.device)
     steps = 0 if newest is None else read_manifest(newest)["step"]
-    file = None
-    if world.is_main:
-        file = MetricsLog(folder / "metrics.jsonl", steps, Trackers(config))
-    progress = Progress(train_feed.steps, enabled=world.is_main and config.logging.progress)
     run = Run(
         config=config,
         world=world,
@@ -177,7 +168,7 @@ def set_up(config: Config, world: World) -> Run:
         around=around,
         train_feed=train_feed,
         eval_feed=eval_feed,
-        log=StepLog(file, progress, config.logging.every, world.device),
+        log=open_log(config, world, done=steps, total=train_feed.steps),
         checkpoints=checkpoints,
         reference=reference,
     )
@@ -190,6 +181,49 @@ def set_up(config: Config, world: World) -> Run:
     elif not config.eval_only:
         dry_run(run)
     return run
+
+
+def make_writable(folder: Path) -> None:
+    """Make `output_dir`; a ValueError when that, or a file in it, is not possible."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"output_dir {str(folder)!r} cannot be made ({error.strerror}): set another one"
+        ) from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"output_dir {str(folder)!r} cannot be written to: set another one")
+
+
+def open_rows(
+    config: Config, tokenizer: Tokenizer, method: Method, world: World
+) -> tuple[TrainFeed, Feed | None]:
+    """What is trained on and what is held out; rank 0 prints the data report."""
+    train_feed: TrainFeed
+    eval_feed = None
+    if method.rollout:
+        train_feed, report = open_rollouts(config, tokenizer, world)
+    else:
+        train_feed, eval_feed, report = open_feeds(
+            config, tokenizer, method.examples, world.rank, world.size
+        )
+    if world.is_main:
+        print(report, flush=True)
+    if not config.eval_only:
+        train = config.train
+        check_schedule(train.lr_scheduler, train_feed.steps, train.warmup_steps)
+    return train_feed, eval_feed
+
+
+def open_log(config: Config, world: World, *, done: int, total: int | None) -> StepLog:
+    """The log after `done` steps of `total`; an evaluation only adds to what is there."""
+    file = None
+    if world.is_main:
+        steps = math.inf if config.eval_only else done
+        path = Path(config.output_dir) / "metrics.jsonl"
+        file = MetricsLog(path, steps, Trackers(config))
+    progress = Progress(total, enabled=world.is_main and config.logging.progress)
+    return StepLog(file, progress, config.logging.every, world.device)
 
 
 def open_model(config: Config, device: torch.device) -> CausalLM:

@@ -103,11 +103,11 @@ class MetricsLog:
     """metrics.jsonl: one JSON object a step, flushed at once so that a killed run keeps its lines.
 
     NaN and infinities are written as null: they are not JSON. steps: how many the run has done; the
-    lines of later ones, which a run that ended abruptly left behind, are dropped. trackers show the
-    numbers elsewhere too.
+    lines of later ones, which a run that ended abruptly left behind, are dropped; inf: all whole
+    lines stay. trackers show the numbers elsewhere too.
     """
 
-    def __init__(self, path: Path, steps: int = 0, trackers: Trackers | None = None) -> None:
+    def __init__(self, path: Path, steps: float = 0, trackers: Trackers | None = None) -> None:
         self._trackers = trackers
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
@@ -135,8 +135,8 @@ class MetricsLog:
 
 
 def _step_of(line: str) -> float:
-    """inf for a line that was cut off."""
+    """NaN, which comes before no step, for a line that was cut off or is none of ours."""
     try:
-        return json.loads(line)["step"]
-    except ValueError:
-        return math.inf
+        return float(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return math.nan

@@ -57,7 +57,7 @@ def open_checkpoints(config: Config, world: World) -> tuple[Checkpointer, Path |
         folder, group=group, keep=settings.keep, background=settings.async_save
     )
     if settings.resume == "never":
-        if world.is_main and folder.is_dir() and any(folder.iterdir()):
+        if world.is_main and not config.eval_only and folder.is_dir() and any(folder.iterdir()):
             print(f"starting anew; earlier checkpoints are now {_set_aside(folder)}", flush=True)
         return checkpointer, None
     path = checkpointer.newest()

@@ -16,6 +16,20 @@ DECAYS: dict[str, Callable[[float], float]] = {
 }
 
 
+def check_schedule(name: str, steps: int | None, warmup_steps: int) -> None:
+    """Raise ValueError before the first step for what would go wrong, or unnoticed, in a later one.
+
+    >>> check_schedule("linear", 8, 100)
+    Traceback (most recent call last):
+    ValueError: train.warmup_steps 100 is more than the 8 steps of the run: lower it
+    """
+    if steps is not None and warmup_steps > steps:
+        raise ValueError(
+            f"train.warmup_steps {warmup_steps} is more than the {steps} steps of the run: lower it"
+        )
+    lr_factor(name, warmup_steps, steps, warmup_steps)
+
+
 def lr_factor(name: str, step: int, steps: int | None, warmup_steps: int = 0) -> float:
     """What the peak learning rate is multiplied by at optimizer step `step` (from 0) of `steps`.
 

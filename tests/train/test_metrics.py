@@ -41,6 +41,19 @@ def test_a_mean_over_nothing_is_nan_and_is_written_as_null(tmp_path):
     log.close()
 
 
+def test_lines_that_stay_in_an_earlier_log(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    whole = [
+        '{"step": 0, "eval_loss": 3.0}',
+        '{"step": 1, "loss": 2.0}',
+        '{"step": 2, "loss": 1.0}',
+    ]
+    for steps, kept in ((0, 0), (1, 2), (2, 3), (math.inf, 3)):
+        file.write_text("\n".join([*whole, "[]", "{}", '{"step": 2, "lo']))
+        MetricsLog(file, steps).close()
+        assert file.read_text().splitlines() == whole[:kept]
+
+
 def test_a_mean_over_many_tokens_keeps_its_digits():
     meter = Meter(CPU)
     for _ in range(1000):
