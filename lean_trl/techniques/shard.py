@@ -9,6 +9,7 @@ but still stores in fp32 and computes in bf16.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from lean_trl.config import Config
 from lean_trl.model.decoder import CausalLM
 from lean_trl.techniques.technique import Evidence, Switch, Technique, Trial
-from lean_trl.train.distributed import make_mesh
+from lean_trl.train.distributed import make_mesh, reshard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -149,6 +150,22 @@ def shard_model(
 def units(model: nn.Module) -> Iterator[FSDPModule]:
     """The modules that are gathered and freed as one, the root first."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+@contextmanager
+def kept_whole(model: CausalLM, config: Config) -> Iterator[None]:
+    """Blocks stay gathered from their first forward in here on: for many forwards in a row of a
+    model that fits. Does nothing to one that is not sharded.
+    """
+    blocks = [block for block in model.blocks if isinstance(block, FSDPModule)]
+    for block in blocks:
+        block.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            block.set_reshard_after_forward(config.distributed.reshard_after_forward, recurse=False)
+        reshard(model)
 
 
 def _accumulate_in(unit: nn.Module, dtype: torch.dtype) -> None:

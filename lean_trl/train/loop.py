@@ -41,7 +41,7 @@ from lean_trl.model.safetensors_io import read_json
 from lean_trl.model.value_head import RewardModel
 from lean_trl.rollout.feed import RolloutFeed, open_rollouts
 from lean_trl.techniques.apply import apply_techniques
-from lean_trl.techniques.shard import needs_mesh
+from lean_trl.techniques.shard import kept_whole, needs_mesh
 from lean_trl.techniques.trial import prove, table
 from lean_trl.train.checkpoint import Checkpointer
 from lean_trl.train.checkpoint_files import read_manifest
@@ -332,7 +332,8 @@ def report_showcase(run: Run, *, count: int | None = None, samples: int = 0) -> 
     """Right answers to held-out questions, and some of them, when the task is the built-in one."""
     if not is_builtin_task(run.config):
         return
-    showcase = show(run.model, run.tokenizer, count)
+    with kept_whole(run.model, run.config):
+        showcase = show(run.model, run.tokenizer, count)
     run.log.write_evaluation(run.step, showcase.metrics())
     run.say(f"step {run.step}: exact match {showcase}")
     if samples:

@@ -10,6 +10,7 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -96,20 +97,20 @@ class Trackers:
                     f"logging.{name} needs a package that is missing ({error}): "
                     "pip install 'lean_trl[log]', or leave it out"
                 ) from None
-            self._guard(name, lambda make=make, name=name: self._add(name, make(config)))
+            self._guard(name, partial(self._start, name, make, config))
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
         """Show the record's numbers; what is no number stays in metrics.jsonl."""
         numbers = {k: float(v) for k, v in record.items() if isinstance(v, int | float)}
         for name, tracker in list(self._open.items()):
-            self._guard(name, lambda tracker=tracker: tracker.write(step, numbers))
+            self._guard(name, partial(tracker.write, step, numbers))
 
     def close(self) -> None:
         for name, tracker in list(self._open.items()):
             self._guard(name, tracker.close)
 
-    def _add(self, name: str, tracker: Tracker) -> None:
-        self._open[name] = tracker
+    def _start(self, name: str, make: Callable[[Config], Tracker], config: Config) -> None:
+        self._open[name] = make(config)
 
     def _guard(self, name: str, call: Callable[[], object]) -> None:
         try:

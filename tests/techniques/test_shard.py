@@ -12,7 +12,7 @@ from lean_trl.data.batch import build_batch, filler_batch
 from lean_trl.model.generate import generate
 from lean_trl.model.loader import new_model
 from lean_trl.techniques.apply import apply_techniques
-from lean_trl.techniques.shard import Precision, shard_model, units
+from lean_trl.techniques.shard import Precision, kept_whole, shard_model, units
 from lean_trl.train.distributed import World, local_part, make_mesh, reshard
 from lean_trl.train.methods import METHODS
 from lean_trl.train.step import clip_gradients, count_totals, train_step
@@ -211,7 +211,12 @@ def test_generation_from_a_sharded_model(tied):
         first = generate(model, prompts, max_tokens=6)  # before any other forward
         reshard(model)
         model(windows(2)[world.rank][0]).logprobs.sum().backward()
+        with kept_whole(model, Config()):
+            assert generate(model, prompts, max_tokens=6) == first
+            assert not isinstance(model.blocks[0].self_attn.q_proj.weight, DTensor)
+        assert all(isinstance(p, DTensor) for p in model.parameters())
         assert generate(model, prompts, max_tokens=6) == first
+        assert isinstance(model.blocks[0].self_attn.q_proj.weight, DTensor)
         return first
 
     assert on_ranks(2, answer) == [expected, expected]
