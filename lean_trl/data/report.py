@@ -42,7 +42,9 @@ def describe(
         )
     lines += items.drops.lines(items.rows)
     if same := identical_pairs(items.store):
-        lines.append(f"{same} pairs whose chosen and rejected are the same: kept, they teach little")
+        lines.append(
+            f"{same} pairs whose chosen and rejected are the same: kept, they teach little"
+        )
     if items.fill is not None:
         lines.append(
             f"packed into {len(items)} bins of {data.max_length} ({data.packing_strategy}), "

@@ -151,8 +151,8 @@ class StoreWriter:
         """Append the one or two (ids, scored) of an item."""
         self._paired = len(encoded) == 2
         for ids, scored in encoded:
-            self._tokens.write(ids.astype(np.int32).tobytes())
-            self._scored.write(scored.astype(bool).tobytes())
+            self._tokens.write(ids.astype(np.int32, copy=False).tobytes())
+            self._scored.write(scored.astype(bool, copy=False).tobytes())
             self._start.append(self._size)
             self._size += len(ids)
             self._stop.append(self._size)

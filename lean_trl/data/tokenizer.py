@@ -58,7 +58,7 @@ class Tokenizer:
         self, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> list[list[int]]:
         """encode() of each text, on all cores."""
-        encodings = self.backend.encode_batch_fast(list(texts))
+        encodings = self.backend.encode_batch(list(texts))
         if not add_special_tokens:
             return [encoding.ids for encoding in encodings]
         return [[*self.prefix, *encoding.ids, *self.suffix] for encoding in encodings]
