@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from lean_trl.loss_config import LossConfig, loss_contradictions
 from lean_trl.memory_config import MemoryConfig, memory_contradictions
+from lean_trl.peft_config import PeftConfig, peft_contradictions
 from lean_trl.recipe import SettingsError, read_recipe, to_yaml, with_overrides
 from lean_trl.rollout_config import ONLINE, RolloutConfig, rollout_contradictions
 from lean_trl.settings import (
@@ -48,7 +49,7 @@ class ModelConfig:
     path: str | None = setting(None, "local folder or hub id; null: the built-in tiny model")
     revision: str | None = setting(None, "branch, tag or commit on the hub")
     dtype: Literal["float32", "bfloat16"] = setting("float32", "what the model computes in")
-    attention: Literal["auto", "sdpa", "math"] = setting(
+    attention: Literal["auto", "torch_varlen", "sdpa", "math"] = setting(
         "auto", "backend of lean::varlen_attention"
     )
     chat_template: str | None = setting(
@@ -205,6 +206,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    peft: PeftConfig | None = None
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
@@ -225,6 +227,7 @@ def _contradictions(config: Config) -> Iterator[str]:
     yield from rollout_contradictions(config.rollout, config.method, data.path)
     yield from _online_contradictions(config)
     yield from memory_contradictions(config.memory)
+    yield from peft_contradictions(config.peft, config.loss.sync_ref_model)
     if model.ref_path and config.method in ("sft", "reward"):
         yield f"model.ref_path has no effect on method {config.method}: leave it out"
     if train.param_dtype == "bfloat16":

@@ -18,9 +18,10 @@ from torch import Tensor
 from lean_trl.ops.attention_base import Backend, Call, statistics_dtype
 from lean_trl.ops.attention_math import MATH
 from lean_trl.ops.attention_sdpa import SDPA
+from lean_trl.ops.attention_torch_varlen import TORCH_VARLEN
 
 # In order of preference: "auto" takes the first that supports the call.
-BACKENDS: dict[str, Backend] = {"sdpa": SDPA, "math": MATH}
+BACKENDS: dict[str, Backend] = {"torch_varlen": TORCH_VARLEN, "sdpa": SDPA, "math": MATH}
 
 
 def varlen_attention(
@@ -55,8 +56,9 @@ def varlen_attention(
     softcap: bound on the scores' magnitude; applied before the mask.
     sinks [N]: a logit per head that takes its share of the softmax and carries no value.
     scale: factor on q.k, default H ** -0.5.
-    backend: "auto" (the first of BACKENDS that supports the call) or one by name. "sdpa" and "math"
-        read cu_seqlens on the host: free on the CPU, a wait for the device on an accelerator.
+    backend: "auto" (the first of BACKENDS that supports the call) or one by name. "torch_varlen" is
+        for CUDA; "sdpa" and "math" read cu_seqlens on the host: free on the CPU, a wait for the
+        device on an accelerator.
 
     Gradients flow to q, k, v and sinks, once (no double backward). Raises ValueError on shapes that
     do not fit, on an unknown backend, and on a named backend that cannot run the call.
