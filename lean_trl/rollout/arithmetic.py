@@ -54,12 +54,12 @@ def make_arithmetic(config: Config, world_size: int) -> Arithmetic:
     """
     rollout, train = config.rollout, config.train
     each, window = rollout.num_generations, units_per_step(train, world_size)
-    generation = window
-    if rollout.steps_per_generation is not None:
-        generation = rollout.steps_per_generation * train.micro_batch_size * world_size
-    if generation % window:
+    generation, micro_batches = window, rollout.steps_per_generation
+    if micro_batches is not None:
+        generation = micro_batches * train.micro_batch_size * world_size
+    if micro_batches is not None and generation % window:
         per_step = window / (train.micro_batch_size * world_size)
-        whole = max(round(rollout.steps_per_generation / per_step), 1) * per_step
+        whole = max(round(micro_batches / per_step), 1) * per_step
         advice = (
             f"set rollout.steps_per_generation to {whole:g}"
             if whole == int(whole)
@@ -67,7 +67,7 @@ def make_arithmetic(config: Config, world_size: int) -> Arithmetic:
         )
         raise SettingsError(
             f"one generation is {generation} completions (rollout.steps_per_generation "
-            f"{rollout.steps_per_generation} x micro_batch_size {train.micro_batch_size} x "
+            f"{micro_batches} x micro_batch_size {train.micro_batch_size} x "
             f"{world_size} ranks), which is no multiple of the {window} of a step: {advice}"
         )
     if generation % each:

@@ -112,7 +112,7 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
         for r in rollouts
     ]
     floats = [[r.reward, r.advantage] for r in rollouts]
-    packed = {
+    packed: dict[str, np.ndarray] = {
         "fixed": np.array(fixed, np.int64).reshape(len(rollouts), -1).T,
         "floats": np.array(floats, np.float64).reshape(len(rollouts), -1).T,
         "rewards": np.array([r.rewards for r in rollouts], np.float32).T,

@@ -67,7 +67,7 @@ class RolloutFeed:
         if config.method == "online_dpo":  # items are pairs
             size = max(size // 2, 1)
         self._cut = Cut(size, train.max_tokens_per_micro_batch, world.size)
-        self._layout = {
+        self._layout: dict[str, Any] = {
             "padding_free": data.padding_free,
             "pad_to_multiple_of": data.pad_to_multiple_of,
         }
@@ -229,6 +229,7 @@ class RolloutFeed:
         windows = -(-len(rollouts) // size)
         first = self._window % windows * size
         members = range(first, min(first + size, len(rollouts)))
+        items: Sequence[tuple[int, ...]]
         if self.config.method == "online_dpo":
             items = self._pairs(members)
         else:

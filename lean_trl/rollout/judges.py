@@ -84,8 +84,8 @@ class Pending:
         columns = [verdicts.rewards] if self.groups else []
         count = len(self.questions)
         if self.judges.model is not None:
-            values = self.judges.model.judge(self.questions) if count else []
-            columns.append(np.array(values, np.float32).reshape(count, 1))
+            scores = self.judges.model.judge(self.questions) if count else []
+            columns.append(np.array(scores, np.float32).reshape(count, 1))
         if self.recorded is not None:
             columns.append(np.array(self.recorded, np.float32).reshape(count, 1))
         width = len(self.judges.names)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from lean_trl.config import Config
@@ -32,7 +33,7 @@ class ModelJudge:
     def judge(self, questions: Questions) -> list[float]:
         """One score for each completion."""
         examples = [
-            Example(self._ids(prompt, said))
+            Example(np.array(self._ids(prompt, said)))
             for prompt, said in zip(questions.prompts, questions.completions, strict=True)
         ]
         device = next(self.model.parameters()).device

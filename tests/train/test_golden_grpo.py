@@ -24,7 +24,7 @@ RECORDED = {
 SHAPE = {"micro_batch_size": 8, "gradient_accumulation_steps": 2}
 
 
-def replayed(folder, loss, train_shape, **rollout):
+def replayed(folder, loss, train_shape, *, method="grpo", **rollout):
     settings = {
         "engine": "replay",
         "replay_path": str(GOLDEN / "data" / "rollouts.jsonl"),
@@ -36,7 +36,7 @@ def replayed(folder, loss, train_shape, **rollout):
     return recorded_config(
         folder,
         "prompts",
-        method="grpo",
+        method=method,
         loss=loss,
         train={"gradient_accumulation_steps": None, **train_shape},
         rollout={**settings, **rollout},
