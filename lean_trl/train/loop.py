@@ -114,7 +114,7 @@ def train_as(world: World, config: Config, place: Place | None = None) -> None:
     run.place.reading = run.train_feed.reading
     if run.step == 0 or config.eval_only:
         report_evaluation(run)
-        report_showcase(run, count=25)
+        report_showcase(run)
     if not config.eval_only:
         with Signals(world.group) as signals:
             stopped = fit(run, signals)
@@ -328,12 +328,12 @@ def report_evaluation(run: Run) -> None:
     run.log.pause()
 
 
-def report_showcase(run: Run, *, count: int | None = None, samples: int = 0) -> None:
+def report_showcase(run: Run, *, samples: int = 0) -> None:
     """Right answers to held-out questions, and some of them, when the task is the built-in one."""
     if not is_builtin_task(run.config):
         return
     with kept_whole(run.model, run.config):
-        showcase = show(run.model, run.tokenizer, count)
+        showcase = show(run.model, run.tokenizer)
     run.log.write_evaluation(run.step, showcase.metrics())
     run.say(f"step {run.step}: exact match {showcase}")
     if samples:

@@ -12,6 +12,7 @@ from lean_trl.model.decoder import CausalLM
 from lean_trl.train.exact_match import ExactMatch, exact_match
 
 MAX_NEW_TOKENS = 96  # the longest answer has 80
+A_FEW = 25
 HELD_OUT = ("test_easy", "test_hard")
 
 
@@ -47,20 +48,25 @@ def is_builtin_task(config: Config) -> bool:
     return config.data.path is None and config.method != "reward"
 
 
-def show(model: CausalLM, tokenizer: Tokenizer, count: int | None = None) -> Showcase:
-    """Answer the first `count` held-out questions of each split greedily (None: all).
+def show(model: CausalLM, tokenizer: Tokenizer) -> Showcase:
+    """Answer the held-out questions of each split greedily; see some_or_all.
 
-    Every rank of a sharded model must call it. A model that knows nothing takes 0.3 CPU-seconds for
-    a question, because it never stops; a trained one takes a hundredth of that.
+    Every rank of a sharded model must call it.
     """
-    return Showcase(
-        {
-            split: exact_match(
-                model, tokenizer, read_rows(split)[:count], MAX_NEW_TOKENS, builtin.answer_of
-            )
-            for split in HELD_OUT
-        }
-    )
+    return Showcase({split: some_or_all(model, tokenizer, read_rows(split)) for split in HELD_OUT})
+
+
+def some_or_all(model: CausalLM, tokenizer: Tokenizer, rows: list[dict[str, Any]]) -> ExactMatch:
+    """The exact match over the first A_FEW rows, and over all when one of those is right.
+
+    A model that knows nothing takes 0.3 CPU-seconds for a question, because it never stops; a
+    trained one takes a hundredth of that.
+    """
+    for part in (rows[:A_FEW], rows):
+        match = exact_match(model, tokenizer, part, MAX_NEW_TOKENS, builtin.answer_of)
+        if match.rate == 0:
+            break
+    return match
 
 
 def read_rows(split: str) -> list[dict[str, Any]]:
