@@ -22,6 +22,7 @@ FLOORS = {
     "lean_trl.loss_config": 0,
     "lean_trl.losses": 0,
     "lean_trl.memory_config": 0,
+    "lean_trl.peft_config": 0,
     "lean_trl.recipe": 0,
     "lean_trl.rollout_config": 0,
     "lean_trl.settings": 0,

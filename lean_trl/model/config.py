@@ -129,6 +129,10 @@ class ModelConfig:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    def to_dict(self) -> dict[str, Any]:
+        """config.json, under the name that other libraries call."""
+        return dict(self.raw)
+
 
 def read_config(raw: Json) -> ModelConfig:
     """Check a config.json and read it with the defaults of its family.

@@ -9,17 +9,22 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import TypeVar
 
 from lean_trl.config import Config
 from lean_trl.model.decoder import CausalLM
+from lean_trl.techniques.adapters import Adapters
 from lean_trl.techniques.checkpointing import ActivationCheckpointing
 from lean_trl.techniques.offload import ActivationOffloading
 from lean_trl.techniques.padding import PaddingFree
 from lean_trl.techniques.shard import Sharding
 from lean_trl.techniques.technique import Evidence, Technique, Trial
 
+T = TypeVar("T", bound=Technique)
+
 TECHNIQUES: tuple[type[Technique], ...] = (
     PaddingFree,
+    Adapters,
     ActivationCheckpointing,
     ActivationOffloading,
     Sharding,
@@ -38,6 +43,10 @@ class Applied:
             for technique in self.active:
                 stack.enter_context(technique.around_micro_batch())
             yield
+
+    def find(self, kind: type[T]) -> T | None:
+        """The technique of a kind, when the run has it."""
+        return next((each for each in self.active if isinstance(each, kind)), None)
 
     def evidence(self, trial: Trial) -> dict[str, Evidence]:
         """{technique: what the trial showed}. ValueError names those that did nothing."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from lean_trl import builtin
@@ -40,7 +41,10 @@ from lean_trl.model.loader import (
 from lean_trl.model.safetensors_io import read_json
 from lean_trl.model.value_head import RewardModel
 from lean_trl.rollout.feed import RolloutFeed, open_rollouts
-from lean_trl.techniques.apply import apply_techniques
+from lean_trl.techniques.adapter_files import adapter_weights, save_adapter
+from lean_trl.techniques.adapter_reference import adapter_reference, shares_weights
+from lean_trl.techniques.adapters import Adapters
+from lean_trl.techniques.apply import Applied, apply_techniques
 from lean_trl.techniques.shard import kept_whole, needs_mesh
 from lean_trl.techniques.trial import prove, table
 from lean_trl.train.checkpoint import Checkpointer
@@ -84,12 +88,12 @@ class Run:
     model: CausalLM
     method: Method
     optimizer: Optimizer
-    around: Callable[[], AbstractContextManager]
+    around: Applied
     train_feed: TrainFeed
     eval_feed: Feed | None
     log: StepLog
     checkpoints: Checkpointer
-    reference: CausalLM | None = None  # frozen; None: not needed, or its log-probs are on disk
+    reference: nn.Module | None = None  # frozen; None: not needed, or its log-probs are on disk
     step: int = 0  # optimizer steps done
     saved_step: int = 0  # of the newest checkpoint
     place: Place = field(default_factory=Place)
@@ -148,15 +152,18 @@ def set_up(config: Config, world: World) -> Run:
     method = METHODS[config.method].bind(config.loss)
     train_feed, eval_feed = open_rows(config, tokenizer, method, world)
     # What is cut into shards gets its weights afterwards: each rank reads its own.
-    reference = None
-    if method.reference:
+    reference: nn.Module | None = None
+    if method.reference and not shares_weights(config):
         feeds = (None if isinstance(train_feed, RolloutFeed) else train_feed, eval_feed)
         reference = open_reference(config, feeds, tokenizer, world)
-    device = torch.device("meta") if needs_mesh(config) else world.device
+    # peft makes adapters from the weights, so those come first, whole.
+    device = world.device if config.peft or not needs_mesh(config) else torch.device("meta")
     model = open_model(config, device)
     around = apply_techniques(model, config)
-    if needs_mesh(config):
+    if device.type == "meta":
         fill(model, config, torch.device("cpu") if config.memory.cpu_offload else world.device)
+    if method.reference and shares_weights(config):
+        reference = adapter_reference(model)
     steps = 0 if newest is None else read_manifest(newest)["step"]
     run = Run(
         config=config,
@@ -229,7 +236,9 @@ def open_log(config: Config, world: World, *, done: int, total: int | None) -> S
 def open_model(config: Config, device: torch.device) -> CausalLM:
     """The model of the settings: a folder's or hub id's weights, or the built-in one's."""
     settings = config.model
-    options: dict[str, Any] = {"dtype": config.train.param_dtype, "attention": settings.attention}
+    # What is frozen is stored in the dtype that it computes in.
+    dtype = config.train.param_dtype if config.peft is None else settings.dtype
+    options: dict[str, Any] = {"dtype": dtype, "attention": settings.attention}
     options |= {"device": device}
     if config.method == "reward":
         options |= {"kind": partial(RewardModel, seed=config.seed)}
@@ -344,6 +353,15 @@ def report_showcase(run: Run, *, samples: int = 0) -> None:
 def export(run: Run) -> None:
     """Write `output_dir`/model: configs, safetensors, tokenizer and chat template."""
     if not run.config.checkpoint.export_hf:
+        return
+    adapters = run.around.find(Adapters)
+    if adapters is not None:
+        folder = Path(run.config.output_dir) / "adapter"
+        added = adapter_weights(run.model, adapters)
+        if run.world.is_main:
+            save_adapter(run.model, adapters, added, folder)
+            run.tokenizer.save(folder)
+        run.say(f"adapter written to {folder}; scripts/export.py makes a whole model of it")
         return
     folder = Path(run.config.output_dir) / "model"
     weights = export_weights(run)

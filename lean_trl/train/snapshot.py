@@ -21,13 +21,19 @@ def run_tensors(model: nn.Module, optimizer: Optimizer, rank: int) -> dict[str, 
     model.<parameter>, optimizer.<parameter>.<key> as the optimizer keeps them (sharded like their
     parameter), rng.<rank>.<generator> of this rank.
     """
-    return model_tensors(model) | _optimizer_tensors(model, optimizer) | _generators(rank)
+    return trained_tensors(model) | _optimizer_tensors(model, optimizer) | _generators(rank)
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """{model.<parameter>: weight}."""
     reshard(model)
     return {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+
+
+def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """{model.<parameter>: weight} of what is trained; frozen weights are where they came from."""
+    trained = {f"model.{name}" for name, p in model.named_parameters() if p.requires_grad}
+    return {name: weight for name, weight in model_tensors(model).items() if name in trained}
 
 
 def tensors_to_load(
@@ -41,7 +47,7 @@ def tensors_to_load(
     sizes = saved_sizes(path)
     if any(name.startswith("optimizer.") for name in sizes):
         _make_state(optimizer)
-    wanted = model_tensors(model) | _optimizer_tensors(model, optimizer)
+    wanted = trained_tensors(model) | _optimizer_tensors(model, optimizer)
     mine = [name for name in sizes if name.startswith(f"rng.{rank}.")]
     return wanted | {name: torch.empty(sizes[name], dtype=torch.uint8) for name in mine}
 
