@@ -287,6 +287,7 @@ class RolloutFeed:
             "generation": self._generation,
             "window": self._window,
             "rollouts": to_text(self._rollouts) if self._rollouts else None,
+            "completions": self.arithmetic.generation,
             "prompts": self.prompts.fingerprint(),
             "entropy": self.entropy.state_dict(),
         }
@@ -300,6 +301,13 @@ class RolloutFeed:
             raise ValueError(
                 f"the prompts have changed: {self.prompts.fingerprint()} (number, tokens), the "
                 f"checkpoint saw {state['prompts']}: resume with the same data and data settings"
+            )
+        now = self.arithmetic.generation
+        if state["completions"] != now:
+            raise ValueError(
+                f"a generation is {now} completions, in the checkpoint {state['completions']}: set "
+                "rollout.steps_per_generation so that it is the same again, whatever the ranks and "
+                "train.micro_batch_size are"
             )
         self._done, self._generation = state["done"], state["generation"]
         self._window = state["window"]

@@ -41,6 +41,11 @@ FREE = {
     "train.num_epochs",
     "train.eval_every",
     "train.deterministic",
+    "rollout.gather_for_generation",
+    "rollout.kv_cache_gib",
+    "rollout.log_completions",
+    "rollout.reward_timeout_s",
+    "rollout.steps_per_generation",  # the feed compares the completions of a generation
 }
 
 
