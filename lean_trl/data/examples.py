@@ -40,6 +40,19 @@ ACCEPTED: dict[str, str] = {
 }
 
 
+def kind_of(row: Row) -> str:
+    """What a row looks made for, by its columns.
+
+    >>> kind_of({"chosen": "", "rejected": ""}), kind_of({"prompt": "", "answer": ""})
+    ('preference', 'prompt')
+    """
+    if "chosen" in row or "chosen_ids" in row:
+        return "preference"
+    if {"completion", "label"} <= row.keys() or {"completion_ids", "label"} <= row.keys():
+        return "unpaired"
+    return "prompt" if "prompt" in row and "completion" not in row else "sft"
+
+
 def read_row(row: Row, reader: Reader) -> tuple[str, list[Draft]]:
     """(format, drafts) of one row; several drafts when a pair is read as two unpaired answers.
 

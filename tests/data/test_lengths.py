@@ -1,0 +1,176 @@
+"""The length tool: hand-worked shares, brute force, the script, and the page in a real browser."""
+
+from __future__ import annotations
+
+import html
+import itertools
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lean_trl.data.lengths import Lengths, candidates, cost_of, measure, padding_share, write_page
+from lean_trl.data.tokenizer import Tokenizer
+
+from .fixtures import write_jsonl
+from .test_formats import read
+
+
+def flat(values: list[int], kind: str = "sft") -> Lengths:
+    lengths = np.array(values)
+    return Lengths(kind, lengths, lengths, np.full_like(lengths, 2), {"tokens": lengths})
+
+
+def test_hand_worked_case() -> None:
+    cost = cost_of(flat([10, 20, 30, 40, 1000]), 64)
+    assert cost.rows_cut == 0.2 and cost.tokens_cut == pytest.approx(936 / 1100)
+    dropped = cost_of(flat([10, 20, 30, 40, 1000], "reward"), 64)
+    assert dropped.rows_dropped == 0.2 and dropped.tokens_cut == pytest.approx(1000 / 1100)
+    assert dropped.fill == {}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_padding_is_the_average_over_all_micro_batches(rows: int) -> None:
+    lengths = [1, 4, 4, 7, 2]
+    longest = [max(batch) for batch in itertools.product(lengths, repeat=rows)]
+    expected = 1 - np.mean(lengths) / np.mean(longest)
+    assert padding_share(np.array(lengths), rows) == pytest.approx(expected)
+
+
+def test_packing_fill() -> None:
+    fill = cost_of(flat([7, 3, 4, 2, 1]), 5).fill
+    assert fill == {
+        "bfd": 1.0,
+        "bfd_split": pytest.approx(17 / 20),
+        "wrapped": pytest.approx(17 / 20),
+    }
+
+
+def test_measured_rows(tok: Tokenizer, tmp_path: Path) -> None:
+    rows = [{"prompt": "abc", "completion": "d"}, {"text": "ab"}]
+    lengths = measure(read(rows, tok, tmp_path).store, "sft")
+    assert lengths.sequences.tolist() == [5, 3] and lengths.needed.tolist() == [4, 2]
+    pairs = [
+        {"prompt": "ab", "chosen": "c", "rejected": "def"},
+        {"prompt": "a", "chosen": "bb", "rejected": "b"},
+    ]
+    lengths = measure(read(pairs, tok, tmp_path / "pairs", "preference").store, "preference")
+    assert {name: values.tolist() for name, values in lengths.series.items()} == {
+        "prompt": [2, 1],
+        "chosen": [4, 4],
+        "rejected": [6, 3],
+        "sum": [10, 7],
+    }
+    assert lengths.longest.tolist() == [6, 4] and lengths.needed.tolist() == [3, 2]
+    assert cost_of(lengths, 2).rows_dropped == 0.5
+    prompts = measure(
+        read([{"prompt": "abc"}], tok, tmp_path / "prompts", "prompt").store, "prompt"
+    )
+    assert list(prompts.series) == ["prompt"] and cost_of(prompts, 2).rows_dropped == 1.0
+
+
+def test_candidates_suit_the_data() -> None:
+    lengths = np.random.default_rng(0).lognormal(6, 0.7, 10_000).astype(int) + 1
+    found = candidates(flat(lengths.tolist()))
+    assert found == sorted(set(found)) and 3 <= len(found) <= 12
+    assert any(0.9 < np.mean(lengths <= limit) < 1 for limit in found)
+
+
+def test_the_script(tok: Tokenizer, tmp_path: Path, root: Path) -> None:
+    rows = write_jsonl(
+        tmp_path / "rows.jsonl", [{"q": "a" * n, "a": "b"} for n in (8, 18, 28, 38, 998)]
+    )
+    page = tmp_path / "page.html"
+    command = [
+        sys.executable,
+        str(root / "scripts" / "lengths.py"),
+        str(rows),
+        "--tokenizer",
+        str(tok.folder),
+    ]
+    command += ["--columns", "{text: '{q}{a}'}", "--max-length", "64", "--html", str(page)]
+    command += ["--cache-dir", str(tmp_path / "cache")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    line = next(line for line in result.stdout.splitlines() if line.split()[:1] == ["64"])
+    assert line.split()[1:4] == ["20.0%", "85.1%", "0.0%"]
+    assert "5 rows, 1100 tokens" in result.stdout and "####" in result.stdout
+    assert "http" not in page.read_text()
+
+
+def test_image(tmp_path: Path) -> None:
+    from lean_trl.data.lengths import write_image
+
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError:
+        with pytest.raises(ValueError, match=r"lean_trl\[plot\]"):
+            write_image(flat([1, 2]), tmp_path / "a.png", "title")
+    else:
+        write_image(flat([1, 2]), tmp_path / "a.png", "title")
+        assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+
+
+# -- the page --
+
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+
+
+def shown(page: Path, limit: int) -> dict[str, float]:
+    """The shares that the page shows once its slider has been moved to `limit`."""
+    assert CHROMIUM is not None
+    moved = page.with_name(f"moved-{limit}.html")
+    script = (
+        f"<script>const slider = document.getElementById('slider'); slider.value = {limit};"
+        "slider.dispatchEvent(new Event('input'));</script></html>"
+    )
+    moved.write_text(page.read_text().replace("</html>", script))
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={page.parent / 'profile'}",
+    ]
+    command = [CHROMIUM, *flags, "--dump-dom", moved.as_uri()]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    cells = re.findall(r'<td data-name="([^"]*)">([-\d.]+) %</td>', dom)
+    assert re.search(r'<input id="value"[^>]*>', dom) and cells
+    return {html.unescape(name): float(share) for name, share in cells}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.parametrize("kind", ["sft", "preference", "reward", "prompt"])
+def test_moving_the_slider_changes_the_numbers(tmp_path: Path, kind: str) -> None:
+    rng = np.random.default_rng(0)
+    paired = kind in ("preference", "reward")
+    sequences = np.maximum(rng.lognormal(4, 0.8, 600).astype(int), 2)
+    longest = sequences.reshape(-1, 2).max(1) if paired else sequences
+    needed = np.maximum(longest // 3, 2)
+    lengths = Lengths(kind, sequences, longest, needed, {"tokens": sequences})
+    page = tmp_path / "page.html"
+    write_page(lengths, 4, page, "A title with </script> & more")
+    seen: list[Any] = []
+    for limit in (33, 64, 200):
+        numbers, cost = shown(page, limit), cost_of(lengths, limit, 4)
+        expected = {
+            "rows cut": cost.rows_cut,
+            "tokens cut": cost.tokens_cut,
+            "rows dropped": cost.rows_dropped,
+            "padding, micro-batches of 4": cost.padding,
+            "padding, padding-free": 0.0,
+            **{f"packing fill, {name}": fill for name, fill in cost.fill.items()},
+        }
+        assert numbers == {
+            name: pytest.approx(100 * share, abs=0.006) for name, share in expected.items()
+        }
+        seen.append(json.dumps(numbers))
+    assert len(set(seen)) == 3
