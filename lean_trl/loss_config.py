@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from lean_trl.rollout_config import ImportanceCorrection
-from lean_trl.settings import Count, Fraction, NonNegative, Number, Positive, is_default, setting
-
-Share = Annotated[float, Field(ge=0, le=1, description="number from 0 to 1")]
+from lean_trl.settings import (
+    Count,
+    Fraction,
+    NonNegative,
+    Number,
+    Positive,
+    Share,
+    is_default,
+    setting,
+)
 
 # method -> names of its losses; the first is the default
 LOSS_TYPES: dict[str, tuple[str, ...]] = {
@@ -162,6 +167,24 @@ _READ_BY = {
 }
 
 
+_CLIPPED = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo")
+# Settings that only some losses of their method read.
+_READ_BY_LOSS = {
+    "simpo_gamma": ("simpo",),
+    "cpo_alpha": ("cpo",),
+    "discopop_tau": ("discopop",),
+    "epsilon": (*_CLIPPED, "rloo"),
+    "epsilon_high": (*_CLIPPED, "cispo", "rloo"),
+    "delta": _CLIPPED,
+    "sapo_temperature_pos": ("sapo",),
+    "sapo_temperature_neg": ("sapo",),
+    "vespo_k_pos": ("vespo",),
+    "vespo_lambda_pos": ("vespo",),
+    "vespo_k_neg": ("vespo",),
+    "vespo_lambda_neg": ("vespo",),
+}
+
+
 def loss_contradictions(loss: LossConfig, method: str) -> Iterator[str]:
     """What is wrong with the loss settings of a method, each with its way out."""
     known, given = LOSS_TYPES[method], loss.loss_type
@@ -185,6 +208,16 @@ def loss_contradictions(loss: LossConfig, method: str) -> Iterator[str]:
     for item in fields(loss):
         if item.name not in read and not is_default(loss, item.name, method):
             yield f"loss.{item.name} has no effect on method {method}: leave it out"
+    for name, readers in _READ_BY_LOSS.items():
+        idle = name in read and not set(readers) & set(names)
+        if idle and not is_default(loss, name, method):
+            yield f"loss.{name} has no effect on {', '.join(names)}: leave it out"
+    if loss.f_divergence_type != "alpha_divergence" and "f_alpha_divergence_coef" in read:
+        if not is_default(loss, "f_alpha_divergence_coef", method):
+            yield (
+                "loss.f_alpha_divergence_coef has no effect on loss.f_divergence_type "
+                f"{loss.f_divergence_type}: set that to alpha_divergence"
+            )
     if method in ("dpo", "kto", "online_dpo") and loss.beta == 0:
         yield f"loss.beta: got 0, expected number > 0 for method {method}"
     yield from _online_contradictions(loss, method)
@@ -232,10 +265,9 @@ def _grpo_contradictions(loss: LossConfig) -> Iterator[str]:
     if loss.entropy_coef_min > loss.entropy_coef_max:
         yield "loss.entropy_coef_min is above entropy_coef_max: lower it"
     if not loss.use_adaptive_entropy:
-        changed = [f for f in fields(loss) if f.name in _ADAPTIVE]
-        for item in changed:
-            if getattr(loss, item.name) != item.default:
-                yield f"loss.{item.name} has no effect without loss.use_adaptive_entropy: set it"
-    clipped = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo")
-    if loss.delta is not None and name not in clipped:
-        yield f"loss.delta has no effect on {name}: leave it out"
+        for item in sorted(_ADAPTIVE):
+            if not is_default(loss, item, "grpo"):
+                yield f"loss.{item} has no effect without loss.use_adaptive_entropy: set it"
+    for item in ("kl_estimator", "use_bias_correction_kl"):
+        if loss.beta == 0 and not is_default(loss, item, "grpo"):
+            yield f"loss.{item} has no effect while loss.beta is 0: leave it out, or set beta"

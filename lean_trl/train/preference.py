@@ -42,6 +42,9 @@ def weighted_losses(loss: LossConfig) -> list[tuple[str, float]]:
 def check_dpo(loss: LossConfig) -> None:
     """Refuse settings that no loss of the sum reads, and losses that cannot have them."""
     rows = {name: DPO_LOSSES[name] for name, _ in weighted_losses(loss)}
+    for row in rows.values():  # a loss raises for a setting out of its range: ask before the run
+        smoothing = loss.label_smoothing if row.smoothing else 0.0
+        row.loss(Pairs.example(label_smoothing=smoothing, discopop_tau=loss.discopop_tau))
     if loss.label_smoothing and not any(row.smoothing for row in rows.values()):
         raise ValueError(f"loss.label_smoothing has no effect on {', '.join(rows)}: leave it out")
     if loss.f_divergence_type != "reverse_kl":

@@ -386,6 +386,9 @@ def test_names_of_losses_agree_with_the_tables():
         ({"loss_type": "nca_pair", "f_divergence_type": "forward_kl"}, "go with nca_pair"),
         ({"loss_type": "simpo", "f_divergence_type": "forward_kl"}, "go with simpo"),
         ({"loss_type": ["sigmoid", "aot"], "use_weighting": True}, "sorted values"),
+        ({"loss_type": "exo_pair"}, "exo_pair needs label_smoothing"),
+        ({"loss_type": ["sigmoid", "robust"], "label_smoothing": 0.5}, "robust needs label_smooth"),
+        ({"loss_type": "discopop", "discopop_tau": 0.0}, "discopop_tau must lie in"),
         ({"loss_type": "simpo", "ld_alpha": 0.5}, "ld_alpha is for losses with a reference"),
     ],
 )
