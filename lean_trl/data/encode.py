@@ -2,8 +2,9 @@
 
 Each text is encoded once. A prompt's end is found in the ids of prompt + answer, as the length of
 their common prefix with the ids of the prompt alone: that is what the model sees when it has to
-answer. Only the prompt's last stretch, from its last special token on, is encoded again; for chat
-templates that is the same few words in every row.
+answer. Only the prompt's last stretch is encoded again: from its last special token on, which for
+chat templates are the same few words in every row, or else its last few words, when they come out
+as they do in the whole; the whole prompt when they do not.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import tokenizers
 from lean_trl.data.drafts import Piece, Span
 from lean_trl.data.spans import common_characters
 from lean_trl.data.tokenizer import Tokenizer
+
+# Characters of a plain prompt that are encoded again: many words more than a merge reaches over.
+TAIL = 64
 
 Encoded = tuple[np.ndarray, np.ndarray]  # ids int32 [n], scored bool [n]
 
@@ -42,12 +46,12 @@ class _Text:
             after = int(np.searchsorted(self._where[:, 1], start, side="right"))
             return after, int(np.searchsorted(self._where[:, 0], stop, side="left"))
         # Asking for two tokens is much cheaper than making a list of all offsets.
-        first, last = self._token_at(start), self._token_at(stop)
+        first, last = self.token_at(start), self.token_at(stop)
         if last < len(self.ids) and self.span(last)[0] < stop:
             last += 1
         return first, last
 
-    def _token_at(self, position: int) -> int:
+    def token_at(self, position: int) -> int:
         """The first token that ends after `position`."""
         assert isinstance(self._where, tokenizers.Encoding)
         if not len(self.ids):
@@ -86,6 +90,10 @@ class Encoder:
             for piece, text in zip(pieces, texts, strict=True)
         ]
         self._learn([end[0] for end in ends if end is not None])
+        for i, (piece, text, end) in enumerate(zip(pieces, texts, ends, strict=True)):
+            if end is not None and piece.prompt is not None and not self._in_step(text, *end):
+                ends[i] = piece.prompt, 0
+        self._learn([end[0] for end in ends if end is not None])
         return [self._finish(*triple) for triple in zip(pieces, texts, ends, strict=True)]
 
     def _encode_texts(self, pieces: Sequence[Piece]) -> list[_Text]:
@@ -115,7 +123,10 @@ class Encoder:
         return _Text(ids, np.array(offsets, np.int64).reshape(-1, 2))
 
     def _end_of_prompt(self, piece: Piece, prompt: str, text: _Text) -> tuple[str, int]:
-        """(the prompt from its last special token on, that token's index in the whole)."""
+        """(the last stretch of the prompt, the index of its first token in the whole).
+
+        It begins at a special token, where encoding begins anew, or TAIL characters before the end.
+        """
         common = len(prompt)
         if not piece.text.startswith(prompt):
             common = common_characters(prompt, piece.text)
@@ -123,7 +134,14 @@ class Encoder:
             start, stop = text.span(index)
             if stop <= common:
                 return prompt[start:], index
-        return prompt, 0
+        at = common - TAIL
+        token = text.token_at(at) if at > TAIL else 0
+        return prompt[text.span(token)[0] :] if token else prompt, token
+
+    def _in_step(self, text: _Text, end: str, start: int) -> bool:
+        """Whether a prompt's end, encoded alone, begins with the tokens it has in the whole."""
+        alone = self._ends[end]
+        return start == 0 or 2 * common_prefix(alone, text.ids[start:]) >= len(alone)
 
     def _learn(self, ends: Sequence[str]) -> None:
         if len(self._ends) > 4096:  # plain prompts all differ: nothing to remember

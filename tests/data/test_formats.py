@@ -117,8 +117,8 @@ def test_common_prefix_is_that_of_two_encodings(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     pieces = ["a", " ", "\n", "  ", "trays", " 30", "x=", "é", "🙂", "<|im_end|>", " buns", "\t"]
     rows = [
-        {"prompt": "".join(rng.choice(pieces, 6)), "completion": "".join(rng.choice(pieces, 4))}
-        for _ in range(400)
+        {"prompt": "".join(rng.choice(pieces, n)), "completion": "".join(rng.choice(pieces, 4))}
+        for n in [6, 60, 90] * 150
     ]
     got = read(rows, golden, tmp_path)
     for row, ids, mask in zip(rows, tokens(got), scored(got), strict=True):
