@@ -269,6 +269,8 @@ def _online_contradictions(config: Config) -> Iterator[str]:
         if data.max_prompt_length is not None:
             yield f"data.max_prompt_length has no effect on method {config.method}: leave it out"
         return
+    if config.rollout.task and config.train.max_steps is None:
+        yield "rollout.task is endless: set train.max_steps"
     wanted = {
         "data.packing": data.packing,
         "data.eval_path": data.eval_path,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -72,6 +72,7 @@ class RolloutConfig:
         None, "folder or hub id of a reward model, one more reward after reward_funcs"
     )
     task: str | None = setting(None, "reasoning_gym:<name>: endless prompts with their own reward")
+    task_options: dict[str, Any] | None = setting(None, "settings of the task's generator")
     gather_for_generation: bool = setting(
         True, "sharded weights stay whole while generating; false: one block at a time"
     )
@@ -101,6 +102,8 @@ def rollout_contradictions(rollout: RolloutConfig, method: str, data_path: objec
         yield "rollout.replay_path has no effect without rollout.engine replay: set that too"
     if rollout.task and data_path is not None:
         yield f"rollout.task {rollout.task} makes its own prompts: leave data.path out"
+    if rollout.task_options and not rollout.task:
+        yield "rollout.task_options has no effect without rollout.task: set that too"
     names = reward_names(rollout)
     if not (names or rollout.reward_model_path or rollout.task or replayed or data_path is None):
         yield (

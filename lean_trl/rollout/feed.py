@@ -42,6 +42,7 @@ from lean_trl.rollout.prompts import Prompt, Prompts, open_prompts
 from lean_trl.rollout.replay import CompletionLog, ReplayEngine
 from lean_trl.rollout.report import generation_metrics, pair_metrics
 from lean_trl.rollout.scoring import cut_rollouts, score_rollouts
+from lean_trl.rollout.tasks import open_task
 from lean_trl.train.distributed import World
 from lean_trl.types import Batch, StepReport
 
@@ -343,10 +344,15 @@ def open_rollouts(config: Config, tokenizer: Tokenizer, world: World) -> tuple[R
     prompts or a replay file that cannot be read.
     """
     arithmetic = make_arithmetic(config, world.size)
-    judges = open_judges(config, tokenizer, world)
+    task = open_task(config, tokenizer, arithmetic) if config.rollout.task else None
+    judges = open_judges(config, tokenizer, world, [task.reward()] if task else [])
     engine = None
     if config.rollout.engine == "replay":
         assert config.rollout.replay_path is not None
         engine = ReplayEngine(config.rollout.replay_path)
+    if task is not None:
+        first = task.generation(0)[0]
+        report = f"prompts: {task.name} without end, the first has {len(first.ids)} tokens"
+        return RolloutFeed(config, task, arithmetic, judges, tokenizer, world, engine), report
     prompts, report = open_prompts(config, tokenizer, arithmetic)
     return RolloutFeed(config, prompts, arithmetic, judges, tokenizer, world, engine), report

@@ -96,15 +96,20 @@ class Pending:
         return values.numpy().T[order], verdicts.problems
 
 
-def open_judges(config: Config, tokenizer: Tokenizer, world: World) -> Judges:
-    """The rewards that the settings name. Raises ValueError for one that cannot be found."""
+def open_judges(
+    config: Config, tokenizer: Tokenizer, world: World, more: Sequence[Reward] = ()
+) -> Judges:
+    """The rewards that the settings name, then `more`.
+
+    Raises ValueError for one that cannot be found.
+    """
     rollout = config.rollout
     names = reward_names(rollout)
     asked = bool(names or rollout.reward_model_path or rollout.task)
     replayed = rollout.engine == "replay"
     if not asked and not replayed and config.data.path is None:
         names = ["right_answer"]  # the built-in problems
-    functions = find_rewards(names, rollout.max_completion_length)
+    functions = [*find_rewards(names, rollout.max_completion_length), *more]
     model = open_reward_model(rollout.reward_model_path, config, world)
     recorded = replayed and not asked
     weights = rollout.reward_weights

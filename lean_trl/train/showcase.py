@@ -45,7 +45,8 @@ class Showcase:
 
 def is_builtin_task(config: Config) -> bool:
     """Whether the run trains on the built-in rows, whose answers can be checked."""
-    return config.data.path is None and config.method != "reward"
+    settings = config.data.path, config.rollout.task
+    return settings == (None, None) and config.method != "reward"
 
 
 def show(model: CausalLM, tokenizer: Tokenizer) -> Showcase:
