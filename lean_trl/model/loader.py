@@ -42,6 +42,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Written by old versions of transformers; made from config.json here.
 IGNORED = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 INDEX = "model.safetensors.index.json"
+WEIGHTS = r"model(-\d{5}-of-\d{5})?\.safetensors"  # the names that save_model writes
 MAX_SHARD_BYTES = 5_000_000_000
 
 
@@ -171,7 +172,7 @@ def save_model(
         files[INDEX] = []
     # Weights of an earlier save go when the new ones are complete, and must not be read with them.
     for old in (folder / INDEX, *folder.glob("model*.safetensors")):
-        if old.name not in files:
+        if old.name not in files and (old.name == INDEX or re.fullmatch(WEIGHTS, old.name)):
             old.unlink(missing_ok=True)
     write_json(folder / "config.json", _config_out(model.config, state[EMBEDDING].dtype))
 

@@ -4,12 +4,13 @@ scale.
 A token at position p turns pair i of a head by the angle p * inv_freq[i] (Su et al. 2021, section
 3.4.2). The kinds differ only in inv_freq and in a factor on cos and sin:
 
-    default    theta^(-2i / d) linear     default / factor
-    (position interpolation, Chen et al. 2023) dynamic    theta grows with the sequence beyond
-    max_position_embeddings        (NTK-aware) yarn       a ramp between default and linear
-    (Peng et al. 2023, section 3) llama3     long waves divided by factor, short ones kept
-    (Llama 3.1) longrope   a measured factor for each pair, one set for short and one for long
-    sequences (Ding et al. 2024)
+    default    theta^(-2i / d)
+    linear     default / factor (position interpolation, Chen et al. 2023)
+    dynamic    theta grows with the sequence beyond max_position_embeddings (NTK-aware)
+    yarn       a ramp between default and linear (Peng et al. 2023, section 3)
+    llama3     long waves divided by factor, short ones kept (Llama 3.1)
+    longrope   a measured factor for each pair, one set for short and one for long sequences
+               (Ding et al. 2024)
 
 dynamic and longrope depend on the length of the sequence. It is each sequence's own length that
 counts here, so a batch gives every sequence the angles that it has alone.

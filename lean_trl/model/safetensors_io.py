@@ -113,6 +113,7 @@ def _stored(path: Path, name: str, entry: Any, base: int, file_size: int) -> Sto
         code, shape = entry["dtype"], tuple(entry["shape"])
         begin, end = entry["data_offsets"]
         valid = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+        valid = valid and isinstance(code, str)
     except (TypeError, KeyError, ValueError):
         valid = False
     if not valid:

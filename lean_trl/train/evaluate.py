@@ -1,4 +1,8 @@
-"""Held-out loss, each row once and with its own weight, for any batch size and number of ranks."""
+"""Held-out loss, each row once and with its own weight, for any batch size and number of ranks.
+
+Statistics of a window (Method.window_statistics) are of one evaluation window here: the losses that
+compare rows with each other, aot and KTO's KL, do depend on how many rows are in one.
+"""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ class _Pending:
 class StepLog:
     """Keeps the reports of the last steps on the device and writes them every `every` steps.
 
-    file: None on ranks other than 0, which read nothing back but still notice a loss that is not
-    finite.
+    file: None on ranks other than 0, which write nothing. They read the numbers back all the same,
+    so that every rank notices a loss that is not finite.
     """
 
     def __init__(

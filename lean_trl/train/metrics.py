@@ -47,9 +47,11 @@ class Meter:
                 torch.ones_like(values) if metric.weights is None else metric.weights.reshape(-1)
             )
             if metric.how in _SUMS:
-                # fp64: a sum over 1e6 fp32 tokens would lose digits that the log prints.
+                # A weight of 0 leaves out what is not finite too. fp64: a sum over 1e6 fp32 tokens
+                # would lose digits that the log prints.
+                weighted = torch.where(weights == 0, 0.0, values * weights)
                 pair = torch.stack(
-                    [(values * weights).sum(dtype=torch.float64), weights.sum(dtype=torch.float64)]
+                    [weighted.sum(dtype=torch.float64), weights.sum(dtype=torch.float64)]
                 )
                 self._sums[name] = self._sums[name] + pair if name in self._sums else pair
             else:

@@ -111,7 +111,7 @@ def count_totals(window: Sequence[Batch], group: dist.ProcessGroup | None = None
     """{unit: count} over the window and all ranks, for callers that have no plan that knows it
     already.
 
-    Uses one all-reduce of five integers on the CPU.
+    Uses one all-reduce of a few integers on the CPU.
     """
     counts = torch.zeros(len(UNITS), dtype=torch.int64)
     for batch in window:

@@ -259,6 +259,18 @@ def test_a_save_that_fails_leaves_the_old_model(folder, monkeypatch):
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_a_save_takes_away_the_old_shards_and_nothing_else(folder):
+    mine = [folder / name for name in ("model_mine.safetensors", "model-old.safetensors")]
+    for file in mine:
+        file.write_bytes(b"mine")
+    for size, shards in ((2_000, True), (1 << 30, False)):
+        save_model(load_model(folder), folder, max_shard_bytes=size)
+        assert (folder / "model.safetensors.index.json").exists() is shards
+        assert (folder / "model.safetensors").exists() is not shards
+        assert any(folder.glob("model-0*.safetensors")) is shards
+    assert all(file.read_bytes() == b"mine" for file in mine)
+
+
 def cut_in_data(file):
     file.write_bytes(file.read_bytes()[:-10])
 
@@ -310,6 +322,7 @@ GOOD = {"dtype": "F32", "shape": [16], "data_offsets": [0, 64]}
         (with_entry(GOOD | {"data_offsets": [-64, 0]}), "entry for model.norm.weight is broken"),
         (with_entry(GOOD | {"data_offsets": [0]}), "entry for model.norm.weight is broken"),
         (with_entry(GOOD | {"dtype": "F3"}), "dtype F3; known are BOOL"),
+        (with_entry(GOOD | {"dtype": ["F32"]}), "entry for model.norm.weight is broken"),
         (with_entry([]), "entry for model.norm.weight is broken"),
     ],
 )

@@ -22,6 +22,16 @@ def test_each_way_to_combine_over_micro_batches():
     assert got == {"mean": 3.0, "sum": 6.0, "min": 1.0, "max": 5.0, "last": 9.0, "host": 0.375}
 
 
+def test_no_weight_leaves_out_what_is_no_number():
+    meter = Meter(CPU)
+    values, weights = torch.tensor([2.0, math.nan, math.inf]), torch.tensor([1.0, 0.0, 0.0])
+    for how in ("mean", "sum", "min", "max"):
+        meter.add({how: Metric(values, weights, how)})
+    assert {name: value.item() for name, value in meter.reduce().items()} == dict.fromkeys(
+        ("mean", "sum", "min", "max"), 2.0
+    )
+
+
 def test_a_mean_over_nothing_is_nan_and_is_written_as_null(tmp_path):
     meter = Meter(CPU)
     empty = torch.zeros(0)
