@@ -71,10 +71,11 @@ def identical_pairs(store: Store) -> int:
         return 0
     lengths = store.lengths
     candidates = np.flatnonzero(lengths[0::2] == lengths[1::2])
-    return sum(
-        np.array_equal(*(store.tokens[store.start[s] : store.stop[s]] for s in (2 * p, 2 * p + 1)))
-        for p in candidates.tolist()
-    )
+
+    def tokens(s: int) -> np.ndarray:
+        return store.tokens[store.start[s] : store.stop[s]]
+
+    return sum(np.array_equal(tokens(2 * p), tokens(2 * p + 1)) for p in candidates.tolist())
 
 
 def _check_effect(formats: Mapping[str, int], data: DataConfig) -> None:
