@@ -99,14 +99,21 @@ class Checkpointer:
     def dry_run(self, num_bytes: int) -> None:
         """Save next to nothing and remove it: what would fail at step 500 fails before step 1.
 
-        num_bytes: of a whole checkpoint, over all ranks. Raises ValueError when they do not fit.
+        num_bytes: of a whole checkpoint, over all ranks. Raises ValueError when they do not fit, or
+        when a rank does not see what another has written.
         """
         rank = 0 if self.group is None else dist.get_rank(self.group)
         probe = {f"probe.{rank}": torch.zeros(1)}
         self._write(DRY_RUN, probe, probe, 0, "{}", prune=False)
+        blind = self._gather([] if (self.folder / DRY_RUN / "state.json").is_file() else [rank])
         free = shutil.disk_usage(self.folder).free
         if self.is_main:
             shutil.rmtree(self.folder / DRY_RUN)
+        if blind:
+            raise ValueError(
+                f"ranks {blind} do not see the checkpoints in {self.folder}: "
+                "output_dir must lie on a file system that all hosts share"
+            )
         if free < num_bytes:
             raise ValueError(
                 f"a checkpoint takes {num_bytes / 2**30:.1f} GiB, and {self.folder} has "
@@ -237,7 +244,12 @@ class Checkpointer:
         if self.group is None:
             return problems_of(path, files, 0, 1)
         ranks = dist.get_world_size(self.group)
-        found: list[list[str]] = [[]] * ranks
-        mine = problems_of(path, files, dist.get_rank(self.group), ranks)
-        dist.all_gather_object(found, mine, group=self.group)
-        return [problem for problems in found for problem in problems]
+        return self._gather(problems_of(path, files, dist.get_rank(self.group), ranks))
+
+    def _gather(self, mine: list[Any]) -> list[Any]:
+        """The lists of all ranks as one, in their order."""
+        if self.group is None:
+            return mine
+        lists: list[list[Any]] = [[]] * dist.get_world_size(self.group)
+        dist.all_gather_object(lists, mine, group=self.group)
+        return [item for part in lists for item in part]

@@ -169,6 +169,18 @@ def test_bf16_compute_keeps_fp32_weights_and_gradients(size, reference):
             assert 1e-4 < error < 0.05, (name, error)  # above 0: it was computed in bf16
 
 
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_gradients_summed_in_bf16_are_kept_in_fp32(compute, reference):
+    tied, want = reference
+    precision = Precision(compute=compute, reduce=torch.bfloat16)
+    cut = windows(2)
+    for steps in on_ranks(2, lambda w: sharded(tied, "fsdp", cut[w.rank], w, precision=precision)):
+        assert {grad.dtype for grad in steps.grads.values()} == {torch.float32}
+        for name, grad in want.grads.items():
+            error = (steps.grads[name] - grad).norm() / grad.norm()
+            assert 1e-5 < error < 0.05, (name, error)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_vocabularys_gradient_does_not_stop_growing_in_bf16(tied):
     """1500 equal tokens: in a bf16 buffer their gradients stop adding up at 256 of them."""

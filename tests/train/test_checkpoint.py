@@ -321,6 +321,23 @@ def test_a_dry_run_leaves_nothing_and_fails_early(tmp_path, monkeypatch):
     folder = tmp_path / "checkpoints"
     on_ranks(2, lambda w: Checkpointer(folder, group=w.group).dry_run(1))
     assert list(folder.iterdir()) == []
+
+    def elsewhere(
+        world: World,
+    ) -> None:  # rank 1 writes to the folder of rank 0 but looks in its own
+        checkpointer = Checkpointer(folder, group=world.group)
+        write = checkpointer._write
+
+        def write_and_move(*arguments, **options):
+            write(*arguments, **options)
+            if world.rank == 1:
+                checkpointer.folder = tmp_path
+
+        checkpointer._write = write_and_move
+        checkpointer.dry_run(1)
+
+    with pytest.raises(ValueError, match=r"ranks \[1\] do not see the checkpoints in"):
+        on_ranks(2, elsewhere)
     full = partial(shutil._ntuple_diskusage, 100, 100)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full(2**30))
     with pytest.raises(ValueError, match=r"a checkpoint takes 3.0 GiB, and .* has 1.0 GiB left"):
