@@ -14,7 +14,6 @@ import json
 import resource
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ceiling import flops, seconds_of, step_products, wait
+from ceiling import Seconds, flops, seconds_of, step_products, wait
 from peak import PeakTracker, saved_bytes
 
 from lean_trl.config import Config, config_from_dict
@@ -96,14 +95,14 @@ def timed_steps(run: Run, job: dict[str, Any]) -> tuple[list[dict[str, float]], 
         if number == job["warm_up"] and device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         wait(device)
-        start = time.perf_counter()
+        start = Seconds.now()
         window = next(windows)
         loss = step(run, window).loss.item()
         wait(device)
-        seconds = time.perf_counter() - start
+        seconds = Seconds.now().since(start)
         if largest is None or _tokens(window) > _tokens(largest):
             largest = window
-        record = {"loss": loss, "seconds": seconds}
+        record = {"loss": loss, "seconds": seconds.wall, "cpu_seconds": seconds.cpu}
         if number >= job["warm_up"]:
             for name in ("processed", "tokens"):
                 record[name] = window.totals[name]
@@ -115,7 +114,8 @@ def timed_steps(run: Run, job: dict[str, Any]) -> tuple[list[dict[str, float]], 
                     forwards=2 if config.memory.activation_checkpointing else 1,
                     reference=run.reference is not None,
                 )
-                record["ceiling_seconds"] = seconds_of(products, device, dtype)
+                bare = seconds_of(products, device, dtype)
+                record |= {"ceiling_seconds": bare.wall, "ceiling_cpu_seconds": bare.cpu}
         steps.append(record)
     assert largest is not None
     return steps, largest
@@ -145,12 +145,17 @@ def speed(steps: list[dict[str, float]], device: torch.device) -> dict[str, Any]
         "step_seconds": seconds / len(timed),
         "tokens_per_second": total["processed"] / seconds,
         "supervised_per_second": total["tokens"] / seconds,
+        "processed": total["processed"],
         "flops_palm": total["palm"] / seconds,
         "flops_needed": total["needed"] / seconds,
     }
     if "ceiling_seconds" in total:
         result["ceiling"] = total["processed"] / total["ceiling_seconds"]
         result["share_of_ceiling"] = total["ceiling_seconds"] / seconds
+    if device.type == "cpu":
+        result["tokens_per_cpu_second"] = total["processed"] / total["cpu_seconds"]
+        if "ceiling_seconds" in total:
+            result["share_of_ceiling_cpu"] = total["ceiling_cpu_seconds"] / total["cpu_seconds"]
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         peak = next((rate for key, rate in PEAK_FLOPS.items() if key in name), None)

@@ -76,12 +76,31 @@ def head_weight(model: CausalLM) -> Tensor | None:
     return model.model.embed_tokens.weight if model.lm_head is None else model.lm_head.weight
 
 
-def seconds_of(products: Counter[Product], device: torch.device, dtype: torch.dtype) -> float:
-    """Seconds that the products take alone; each distinct shape is the least of three runs."""
-    return sum(times * _seconds(product, device, dtype) for product, times in products.items())
+class Seconds(NamedTuple):
+    """Wall time, and time of all threads of this process on the CPU: the steadier figure where
+    others share the cores."""
+
+    wall: float
+    cpu: float
+
+    @classmethod
+    def now(cls) -> Seconds:
+        return cls(time.perf_counter(), time.process_time())
+
+    def since(self, start: Seconds) -> Seconds:
+        return Seconds(self.wall - start.wall, self.cpu - start.cpu)
 
 
-def _seconds(product: Product, device: torch.device, dtype: torch.dtype) -> float:
+def seconds_of(products: Counter[Product], device: torch.device, dtype: torch.dtype) -> Seconds:
+    """What the products take alone; each distinct shape counts with the least of three runs."""
+    taken = {product: _seconds(product, device, dtype) for product in products}
+    return Seconds(
+        sum(times * taken[product].wall for product, times in products.items()),
+        sum(times * taken[product].cpu for product, times in products.items()),
+    )
+
+
+def _seconds(product: Product, device: torch.device, dtype: torch.dtype) -> Seconds:
     kind, rows, inner, columns = product
     a = torch.ones(inner, rows, device=device, dtype=dtype).t()
     b = torch.ones(columns, inner, device=device, dtype=dtype).t()
@@ -90,11 +109,11 @@ def _seconds(product: Product, device: torch.device, dtype: torch.dtype) -> floa
     taken = []
     for _ in range(3):
         wait(device)
-        start = time.perf_counter()
+        start = Seconds.now()
         torch.mm(a, b, out=out)
         wait(device)
-        taken.append(time.perf_counter() - start)
-    return min(taken)
+        taken.append(Seconds.now().since(start))
+    return Seconds(*(min(times) for times in zip(*taken, strict=True)))
 
 
 def wait(device: torch.device) -> None:

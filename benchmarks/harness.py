@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,22 +71,36 @@ class Plan:
     settings: dict[str, Any]  # arm -> Config
     failures: dict[str, str] = field(default_factory=dict)  # arm -> what its settings contradict
     skipped: dict[str, str] = field(default_factory=dict)  # technique without an arm -> why
+    inexact: set[str] = field(default_factory=set)  # arms that train something else (adapters)
 
 
 def interleave(
-    arms: Sequence[Arm], repeats: int, *, timeout_s: float = 3600, say: Any = None
+    arms: Sequence[Arm],
+    repeats: int,
+    *,
+    timeout_s: float = 3600,
+    deadline_s: float = math.inf,
+    say: Any = None,
 ) -> dict[str, Runs]:
-    """Run every arm once, then again, `repeats` times; an arm that fails is not tried again."""
+    """Run every arm once, then again, `repeats` times; an arm that fails is not tried again.
+
+    timeout_s: of one run. deadline_s: of all; nothing is started after it and no run outlasts it.
+    """
     say = say or (lambda text: print(text, file=sys.stderr, flush=True))
     runs = {arm.name: Runs(arm.name) for arm in arms}
     assert len(runs) == len(arms), "two arms of one name"
+    end = time.monotonic() + deadline_s
     for repeat in range(repeats):
         for arm in arms:
             mine = runs[arm.name]
             if mine.failure is not None:
                 continue
+            left = min(timeout_s, end - time.monotonic())
+            if left <= 0:
+                mine.failure = None if mine.results else "not run: no time was left"
+                continue
             try:
-                mine.results.append(run_once(arm, timeout_s))
+                mine.results.append(run_once(arm, left))
             except ArmError as error:
                 mine.failure = str(error)
             rate, failed = mine.median("tokens_per_second"), mine.failure
@@ -117,7 +132,7 @@ def run_once(arm: Arm, timeout_s: float) -> dict[str, Any]:
                 timeout=timeout_s,
             )
         except subprocess.TimeoutExpired:
-            raise ArmError(f"no result after {timeout_s:g} s") from None
+            raise ArmError(f"no result after {timeout_s:.3g} s") from None
         if done.returncode or not result.exists():
             lines = [line for line in done.stdout.splitlines() if line.strip()]
             last = lines[-1].strip() if lines else "no output"

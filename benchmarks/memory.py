@@ -17,6 +17,7 @@ else; with --snapshots on a GPU a memory_viz pickle of each arm.
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -57,9 +58,11 @@ def make_plan(config: Config, switches: Sequence[Switch], *, ranks: int, device_
     config = override(config, {"train.batch_size": size, "data.shuffle": False})
     skipped = {s.name: cannot(config, s, ranks, device_type) for s in switches}
     usable = [switch for switch in switches if skipped[switch.name] is None]
+    usable.sort(key=lambda switch: not switch.exact)  # those that change the losses come last
     names = [switch.name for switch in usable]
     settings: dict[str, Config] = {}
     failures: dict[str, str] = {}
+    inexact: set[str] = set()
 
     def add(name: str, on: Sequence[str]) -> str:
         """The arm with these techniques: a new one of that name, or the one that is the same."""
@@ -71,6 +74,8 @@ def make_plan(config: Config, switches: Sequence[Switch], *, ranks: int, device_
             return name
         same = next((known for known, other in settings.items() if other == arm), name)
         settings.setdefault(same, arm)
+        if not all(s.exact for s in usable if s.name in on):
+            inexact.add(same)
         return same
 
     ladder = {"none": add("none", [])}
@@ -81,7 +86,7 @@ def make_plan(config: Config, switches: Sequence[Switch], *, ranks: int, device_
         label = f"all but {name}"
         leave[label] = add(label, [other for other in names if other != name])
     reasons = {name: reason for name, reason in skipped.items() if reason is not None}
-    return Plan(ladder, leave, settings, failures, reasons)
+    return Plan(ladder, leave, settings, failures, reasons, inexact)
 
 
 def override(config: Config, changes: Mapping[str, Any]) -> Config:
@@ -91,6 +96,7 @@ def override(config: Config, changes: Mapping[str, Any]) -> Config:
         *sections, name = key.split(".")
         place = tree
         for section in sections:
+            place[section] = {} if place[section] is None else place[section]
             place = place[section]
         place[name] = value
     return config_from_dict(tree)
@@ -144,6 +150,7 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--out", type=Path, help="folder [benchmarks/out/NAME OF THE RECIPE]")
     parser.add_argument("--snapshots", action="store_true", help="GPU: a memory_viz pickle an arm")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds of a run")
+    parser.add_argument("--deadline", type=float, default=math.inf, help="seconds of all runs")
     parser.add_argument("--slope", help="lengths: peak against length, bytes per token, what fits")
     parser.add_argument("--budget-gib", type=float, help="--slope: what has to fit [the device]")
     return parser.parse_known_args()
@@ -180,7 +187,7 @@ def main() -> None:
         )
         for name, settings in plan.settings.items()
     ]
-    runs = interleave(arms, options.repeats, timeout_s=options.timeout)
+    runs = interleave(arms, options.repeats, timeout_s=options.timeout, deadline_s=options.deadline)
     runs |= {name: Runs(name, failure=reason) for name, reason in plan.failures.items()}
     print(write_report(title, plan, runs, about, out))
 

@@ -67,7 +67,10 @@ def report_html(
         f'<th data-key="{key}">{html.escape(label)}</th>'
         for key, label in zip(heads, labels, strict=True)
     )
-    rows = "".join(_html_row(name, arm, keys, runs["none"]) for name, arm in runs.items())
+    rows = "".join(
+        _html_row(name, arm, keys, runs["none"], name not in plan.inexact)
+        for name, arm in runs.items()
+    )
     image = ""
     if picture is not None:
         data = base64.b64encode(picture.read_bytes()).decode()
@@ -90,7 +93,7 @@ def report_html(
     )
 
 
-def _html_row(name: str, arm: Runs, keys: Sequence[str], base: Runs) -> str:
+def _html_row(name: str, arm: Runs, keys: Sequence[str], base: Runs, exact: bool) -> str:
     cells = [f"<td>{html.escape(name)}</td>"]
     if not arm.results:
         text = html.escape(arm.failure or "no result")
@@ -100,7 +103,7 @@ def _html_row(name: str, arm: Runs, keys: Sequence[str], base: Runs) -> str:
     for key in keys:
         value = arm.median(key)
         cells.append(f'<td data-value="{json.dumps(value)}">{figure(arm, key, base)}</td>')
-    difference, text = loss_difference(arm, base), losses(arm, base)
+    difference, text = loss_difference(arm, base), losses(arm, base, exact)
     style = ' class="bad"' if "NOT" in text else ""
     cells.append(f'<td{style} data-value="{json.dumps(difference)}">{text}</td>')
     return f"<tr>{''.join(cells)}</tr>"

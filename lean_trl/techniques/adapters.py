@@ -38,7 +38,7 @@ class Adapters(Technique):
 
     @classmethod
     def switches(cls) -> tuple[Switch, ...]:
-        return (Switch("lora", {"peft.target_modules": "all-linear"}, {}),)
+        return (Switch("lora", {"peft.target_modules": "all-linear"}, {}, exact=False),)
 
     def on_model(self, model: CausalLM) -> None:
         self.base_names = set(model.state_dict())

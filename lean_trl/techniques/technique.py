@@ -41,7 +41,7 @@ class Switch(NamedTuple):
     """Settings of a run with a technique and without it, for whoever measures what it is worth.
 
     on, off: dotted key -> value. ranks: the least that it has an effect on. device_type: the only
-    one that it has an effect on; None: any.
+    one that it has an effect on; None: any. exact: training shows the same losses with it.
     """
 
     name: str
@@ -49,6 +49,7 @@ class Switch(NamedTuple):
     off: Mapping[str, Any]
     ranks: int = 1
     device_type: str | None = None
+    exact: bool = True
 
 
 class Technique:

@@ -1,5 +1,6 @@
 """Products and operations of a step, counted by hand for a model of two small layers."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -93,9 +94,11 @@ def test_experts_count_as_many_as_a_token_meets():
 def test_bare_products_take_time(model):
     products = step_products(model, [batch()])
     taken = seconds_of(products, torch.device("cpu"), torch.float32)
-    assert 0 < taken < 60
-    more = seconds_of(products + products, torch.device("cpu"), torch.float32)
-    assert more > taken / 4  # a busy machine may be much faster the second time
+    assert 0 < taken.cpu < 60 and 0 < taken.wall
+    # Shapes are timed once, however often they occur.
+    thousand = Counter({product: 1000 * times for product, times in products.items()})
+    more = seconds_of(thousand, torch.device("cpu"), torch.float32)
+    assert more.cpu > 50 * taken.cpu
 
 
 def test_shared_rows_are_computed_once(model):

@@ -48,6 +48,15 @@ def test_an_arm_that_hangs_is_stopped():
     assert runs["slow"].failure == "no result after 1 s"
 
 
+def test_nothing_starts_after_the_deadline(tmp_path):
+    hang = Arm("slow", {}, (sys.executable, "-c", "import time; time.sleep(60)"))
+    arms = [recorder(tmp_path, "a", rate=3.0), hang, recorder(tmp_path, "b", rate=5.0)]
+    runs = interleave(arms, 2, deadline_s=3, say=lambda text: None)
+    assert runs["a"].failure is None and len(runs["a"].results) == 1
+    assert "no result after" in runs["slow"].failure
+    assert runs["b"].failure == "not run: no time was left"
+
+
 def test_median_and_spread():
     runs = Runs("x", [{"v": 3}, {"v": 1}, {"v": 10}, {"other": 0}])
     assert (runs.median("v"), runs.spread("v")) == (3, (1, 10))

@@ -10,7 +10,7 @@ from harness import ROOT, Plan, Runs, child_environment
 from memory import OTHERS, make_plan, override
 from page import report_html
 from peak import CATEGORIES
-from report import report_markdown, write_csv
+from report import losses, report_markdown, write_csv
 
 from lean_trl.config import config_from_dict
 from lean_trl.recipe import SettingsError
@@ -45,6 +45,15 @@ def test_ladder_and_leave_one_out_share_their_arms():
         "+ b": (True, True),
         "all but a": (False, True),
     }
+
+
+def test_what_changes_the_losses_comes_last_and_says_so():
+    lora = Switch("lora", {"peft.r": 4}, {}, exact=False)
+    plan = plan_of([lora, A])
+    assert list(plan.ladder) == ["none", "+ a", "+ lora"]
+    assert plan.inexact == {"+ lora", "all but a"}
+    assert plan.settings["+ lora"].peft.r == 4 and plan.settings["none"].peft is None
+    assert losses(runs_of()[1]["+ b"], runs_of()[1]["none"], exact=False).endswith("something else")
 
 
 def test_every_arm_sees_the_same_window():
