@@ -226,6 +226,7 @@ def _contradictions(config: Config) -> Iterator[str]:
     yield from loss_contradictions(config.loss, config.method)
     yield from rollout_contradictions(config.rollout, config.method, data.path)
     yield from _online_contradictions(config)
+    yield from _data_contradictions(data)
     yield from memory_contradictions(config.memory)
     yield from peft_contradictions(config.peft, config.loss.sync_ref_model)
     if model.ref_path and config.method in ("sft", "reward"):
@@ -249,8 +250,6 @@ def _contradictions(config: Config) -> Iterator[str]:
             f"train.warmup_steps {train.warmup_steps} is more than train.max_steps "
             f"{train.max_steps}: lower it"
         )
-    if data.max_length is None and data.truncation_mode == "keep_end":
-        yield "data.truncation_mode: keep_end has no effect while data.max_length is null: set one"
     if model.path is None and model.revision:
         yield "model.revision has no effect on the built-in model: set model.path"
     if data.path and not (data.eval_path or data.eval_split):
@@ -260,6 +259,24 @@ def _contradictions(config: Config) -> Iterator[str]:
         ):
             if wanted:
                 yield f"{key} needs held-out rows: set data.eval_path or data.eval_split"
+
+
+def _data_contradictions(data: DataConfig) -> Iterator[str]:
+    """Data settings that another one leaves without effect."""
+    if data.truncation_mode == "keep_end":
+        if data.max_length is None:
+            yield (
+                "data.truncation_mode: keep_end has no effect while data.max_length is null: "
+                "set one"
+            )
+        elif data.overlong == "drop":
+            yield "data.truncation_mode: keep_end has no effect while data.overlong is drop"
+    if data.packing_strategy != "bfd" and not data.packing:
+        yield "data.packing_strategy has no effect while data.packing is false: set that true"
+    if data.wrapped_attention and not (data.packing and data.packing_strategy == "wrapped"):
+        yield "data.wrapped_attention needs data.packing true and packing_strategy wrapped"
+    if data.revision and data.path is None:
+        yield "data.revision has no effect on the built-in rows: set data.path"
 
 
 def _online_contradictions(config: Config) -> Iterator[str]:

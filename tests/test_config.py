@@ -162,7 +162,7 @@ def test_wrong_types_in_a_recipe_are_shown_as_they_are():
         "data.shuffle: got 1 (int), expected true or false",
         "seed: got null, expected int >= 0",
         "nonsense: unknown key; known in a recipe: method, output_dir, seed, eval_only, model, "
-        "data, loss, rollout, train, memory, distributed, checkpoint, logging",
+        "data, loss, rollout, train, memory, peft, distributed, checkpoint, logging",
     ]
 
 
@@ -197,6 +197,19 @@ def test_every_foreign_name_leads_somewhere():
             ["--data.max_length=null", "--data.truncation_mode=keep_end"],
             "data.truncation_mode: keep_end has no effect",
         ),
+        (
+            ["--data.overlong=drop", "--data.truncation_mode=keep_end"],
+            "data.truncation_mode: keep_end has no effect while data.overlong is drop",
+        ),
+        (
+            ["--data.packing_strategy=wrapped"],
+            "data.packing_strategy has no effect while data.pack",
+        ),
+        (
+            ["--data.packing", "--data.wrapped_attention"],
+            "data.wrapped_attention needs data.packing",
+        ),
+        (["--data.revision=main"], "data.revision has no effect on the built-in rows"),
         (["--model.revision=main"], "model.revision has no effect on the built-in model"),
         (["--data.path=a", "--train.eval_every=5"], "train.eval_every needs held-out rows"),
         (["--data.path=a", "--eval_only"], "eval_only needs held-out rows"),

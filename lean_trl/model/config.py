@@ -51,6 +51,8 @@ LIMITS = {
     "qk_rope_head_dim": 1 << 14,
     "v_head_dim": 1 << 14,
 }
+NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range", "max_position_embeddings")
+FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 # Noise that config.json may ask for in training.
 DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
@@ -182,7 +184,7 @@ def read_config(raw: Json) -> ModelConfig:
 
 def find_family(raw: Json) -> Family:
     """The row of the table that config.json's model_type names."""
-    family = FAMILIES.get(raw.get("model_type", ""))
+    family = FAMILIES.get(str(raw.get("model_type")))
     if family is None:
         raise ValueError(
             f"config.json has model_type {raw.get('model_type')!r} (architectures "
@@ -202,6 +204,7 @@ def _complete(raw: Json, family: Family) -> dict[str, Any]:
     if missing := [name for name in REQUIRED if config.get(name) is None]:
         raise ValueError(f"config.json lacks {', '.join(missing)}")
     _check_sizes(config)
+    _check_kinds(config)
     heads = config["num_attention_heads"]
     for name, value in (
         ("num_key_value_heads", heads),
@@ -225,6 +228,29 @@ def _check_sizes(config: Json) -> None:
         if value is not None and (type(value) is not int or not 0 < value <= limit):
             raise ValueError(
                 f"config.json: {name} is {value!r}, expected a whole number from 1 to {limit}"
+            )
+
+
+def _check_kinds(config: Json) -> None:
+    """A text where a number or a flag belongs ("false") must not pass for a true one."""
+    for name in NUMBERS:
+        value = config.get(name)
+        if name == "rope_theta" and value is None:  # rope_parameters have it
+            continue
+        if type(value) not in (int, float) or not 0 <= float(value or 0) < float("inf"):
+            raise ValueError(f"config.json: {name} is {value!r}, expected a number >= 0")
+    for name in FLAGS:
+        if config.get(name) not in (None, False, True):
+            raise ValueError(f"config.json: {name} is {config[name]!r}, expected true or false")
+    for name, kind in (
+        ("rope_parameters", Mapping),
+        ("rope_scaling", Mapping),
+        ("layer_types", list),
+    ):
+        value = config.get(name)
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(
+                f"config.json: {name} is {value!r}, expected a {kind.__name__.lower()}"
             )
 
 
