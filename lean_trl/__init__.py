@@ -25,6 +25,7 @@ _HOME = {
     "Term": "types",
     "build_batch": "data.batch",
     "load_config": "config",
+    "pack": "data.packing",
     "load_model": "model.loader",
     "save_model": "model.loader",
     "METHODS": "train.methods",
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from lean_trl.config import Config as Config
     from lean_trl.config import load_config as load_config
     from lean_trl.data.batch import build_batch as build_batch
+    from lean_trl.data.packing import pack as pack
     from lean_trl.model.loader import load_model as load_model
     from lean_trl.model.loader import save_model as save_model
     from lean_trl.techniques.apply import apply_techniques as apply_techniques
