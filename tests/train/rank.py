@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from lean_trl.config import load_config
-from lean_trl.data import feed
+from lean_trl.data import feed, stream
 from lean_trl.train import loop
 
 
@@ -44,7 +44,7 @@ def main() -> None:
         rank, step, how = arguments[place + 1].split(":")
         del arguments[place : place + 2]
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-            feed.build_batch = failing(int(rank), int(step), how)
+            feed.build_batch = stream.build_batch = failing(int(rank), int(step), how)
     loop.open_model = with_dropout
     torch.set_num_threads(1)
     loop.train(load_config(arguments))

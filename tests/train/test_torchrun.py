@@ -13,13 +13,22 @@ import torch
 from safetensors.torch import load_file
 
 from lean_trl.config import save_config
+from lean_trl.train import loop
+from lean_trl.train.distributed import World
 
 from .test_resume import settings
 
 ROOT = Path(__file__).resolve().parents[2]
+RANK = Path(__file__).with_name("rank.py")
 
 
-def start(folder: Path, *arguments: str, ranks: int = 2, restarts: int = 0) -> subprocess.Popen:
+def start(
+    folder: Path,
+    *arguments: str,
+    ranks: int = 2,
+    restarts: int = 0,
+    script: Path = RANK,
+) -> subprocess.Popen:
     """torchrun on the settings of test_resume.py, checkpoints every 2 of 10 steps."""
     recipe = folder / "recipe.yaml"
     if not recipe.exists():
@@ -27,7 +36,7 @@ def start(folder: Path, *arguments: str, ranks: int = 2, restarts: int = 0) -> s
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *(f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"),
-        *(str(Path(__file__).with_name("rank.py")), str(recipe), *arguments),
+        *(str(script), str(recipe), *arguments),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
@@ -78,6 +87,41 @@ def test_a_rank_that_raises_is_named_and_torchrun_goes_on(uninterrupted, tmp_pat
     assert f"rank 1 failed at step 5, {tmp_path}/rows.jsonl row {row}" in out
     assert "resumed from" in out and "step-4" in out
     check_same_bits(tmp_path, uninterrupted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_losses_and_gradient_norms_are_those_of_one_process(ranks, tmp_path):
+    folders = [tmp_path / name for name in ("one", "many")]
+    for folder in folders:
+        folder.mkdir()
+    loop.train_as(World(0, 1, torch.device("cpu"), None), settings(folders[0]))
+    process = start(folders[1], ranks=ranks, script=ROOT / "scripts" / "train.py")
+    out = finish(process)
+    assert process.returncode == 0, out
+    (ours, weights), (theirs, whole) = outcome(folders[1]), outcome(folders[0])
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-6)  # later steps add up rounding
+    for step, expected in zip(ours, theirs, strict=True):
+        assert step == pytest.approx(expected, rel=2e-5)
+    for name, weight in whole.items():
+        torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["async", "streaming"])
+def test_two_variants_restart_with_the_same_bits(variant, tmp_path):
+    settings_of = {
+        "async": ("--checkpoint.async_save", "true"),
+        "streaming": ("--data.streaming", "true", "--train.max_steps", "10"),
+    }[variant]
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    for folder, fail in ((whole, ()), (stopped, ("--fail", "0:7:raise"))):
+        folder.mkdir()
+        process = start(folder, *settings_of, *fail, restarts=1)
+        out = finish(process, 90)
+        assert process.returncode == 0, out
+    assert "resumed from" in out
+    check_same_bits(stopped, outcome(whole))
 
 
 @pytest.mark.slow
