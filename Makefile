@@ -47,7 +47,7 @@ $(VENV)/train.stamp: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
 	touch $@
 
 $(VENV)/test.stamp: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) install --quiet --constraint constraints.txt --editable ".[test,parity,plot]"
+	$(PIP) install --quiet --constraint constraints.txt --editable ".[test,parity,peft,plot]"
 	touch $@ $(VENV)/train.stamp
 
 # A half-made environment (Debian without python3-venv) would be taken for a whole one.

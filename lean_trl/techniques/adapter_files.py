@@ -51,6 +51,11 @@ def save_adapter(
     tensors = peft.get_peft_model_state_dict(
         model, dict(weights), adapter_name=ADAPTER, save_embedding_layers=False
     )
+    shared = [t for name, t in tensors.items() if name == "model.embed_tokens.weight"]
+    if model.config.tied and shared:  # trained whole: peft wants to be told, and to have both
+        settings = copy.copy(settings)
+        settings.ensure_weight_tying = True
+        tensors["lm_head.weight"] = shared[0].clone()
     file = folder / "adapter_model.safetensors"
     write_file(file, {_file_name(name): t.contiguous() for name, t in tensors.items()})
     settings = copy.copy(settings)

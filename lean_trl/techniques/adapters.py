@@ -114,6 +114,7 @@ def make_settings(model: CausalLM, config: Config) -> Any:
         settings.inference_mode = False
         if hasattr(settings, "init_lora_weights"):
             settings.init_lora_weights = True  # what it started from is over: weights are loaded
+        settings.ensure_weight_tying = False  # a tied head reads the embedding anyway
     else:
         kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING.get(given.method.upper())
         if kind is None:
@@ -200,6 +201,8 @@ def load(model: CausalLM, folder: Path) -> None:
     if not file.is_file():
         raise ValueError(f"peft.adapter_path {folder} has no adapter_model.safetensors")
     tensors = {name.removeprefix("base_model.model."): t for name, t in load_file(file).items()}
+    if model.config.tied:
+        tensors.pop("lm_head.weight", None)
     settings = peft_settings(model)
     shared = {n: tensors.pop(n) for n in list(tensors) if n.startswith("base_model.vera_")}
     if shared:  # peft looks for them in its outer model, which there is none of here

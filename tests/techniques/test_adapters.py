@@ -90,10 +90,34 @@ def test_training_starts_from_the_base_model(name):
     + ["whole modules", "loha", "lokr", "oft", "vera"],
 )
 def test_transformers_and_peft_read_the_files(name, tmp_path):
+    files_agree(METHODS_OF_PEFT[name], tmp_path, make_model())
+
+
+def test_files_of_a_tied_model_that_trains_its_embedding(tmp_path):
+    section = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}
+    files_agree(section, tmp_path, make_model(tie_word_embeddings=True))
+
+
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "head_dim": 8,
+    "norm_topk_prob": True,
+}
+
+
+def test_experts_are_adapted_as_parameters(tmp_path):
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    section = {"target_modules": ["q_proj"], "r": 2, "options": {"target_parameters": targets}}
+    files_agree(section, tmp_path, make_model(**EXPERTS))
+
+
+def files_agree(section, tmp_path, base):
     transformers = pytest.importorskip("transformers")
-    base = make_model()
     save_model(base, tmp_path / "base")
-    model, applied, _ = start(METHODS_OF_PEFT[name], base)
+    model, applied, _ = start(section, base)
     move(model)
     adapters = applied.find(Adapters)
     save_adapter(model, adapters, adapter_weights(model, adapters), tmp_path / "adapter")
