@@ -28,7 +28,7 @@ from lean_trl.config import Config, config_from_dict
 from lean_trl.data.plan import Window
 from lean_trl.techniques.shard import DTYPES
 from lean_trl.train.distributed import World, join_world
-from lean_trl.train.loop import Run, set_up
+from lean_trl.train.setup import Run, set_up
 from lean_trl.train.score import referenced
 from lean_trl.train.step import train_step
 

@@ -59,6 +59,7 @@ FLOORS = {
     "lean_trl.plan": 6,
     "lean_trl.train.loop": 7,
     "lean_trl.train.resume": 7,
+    "lean_trl.train.setup": 7,
 }
 # Each of these would make `import lean_trl.losses` slow or fragile for outsiders.
 HEAVY = {"transformers", "datasets", "accelerate", "peft", "vllm", "triton", "pyarrow", "pydantic"}

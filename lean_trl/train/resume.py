@@ -19,7 +19,7 @@ from lean_trl.train.distributed import World
 from lean_trl.train.snapshot import model_tensors, run_tensors, set_generators, tensors_to_load
 
 if TYPE_CHECKING:
-    from lean_trl.train.loop import Run
+    from lean_trl.train.setup import Run
 
 # What may change between the parts of a run: how it is cut, shown and stored, and how far it goes.
 FREE = {

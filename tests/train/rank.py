@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 from lean_trl.config import load_config
 from lean_trl.data import feed, stream
-from lean_trl.train import loop
+from lean_trl.train import loop, setup
 
 
-def with_dropout(config, device, open_model=loop.open_model):
+def with_dropout(config, device, open_model=setup.open_model):
     model = open_model(config, device)
     for block in model.blocks:
         block.mlp.register_forward_hook(lambda m, args, out: F.dropout(out, 0.1, m.training))
@@ -45,7 +45,7 @@ def main() -> None:
         del arguments[place : place + 2]
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             feed.build_batch = stream.build_batch = failing(int(rank), int(step), how)
-    loop.open_model = with_dropout
+    setup.open_model = with_dropout
     torch.set_num_threads(1)
     loop.train(load_config(arguments))
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from lean_trl.config import Config
-from lean_trl.train import loop
+from lean_trl.train import loop, setup
 from lean_trl.train.distributed import World
 from tests.ranks import on_ranks
 
@@ -41,7 +41,7 @@ def no_pickle(monkeypatch):
 @pytest.fixture
 def dropout(monkeypatch):
     """Dropout of 0.1 after each MLP: the random generator decides the result."""
-    open_model = loop.open_model
+    open_model = setup.open_model
 
     def with_dropout(config: Config, device: torch.device):
         model = open_model(config, device)
@@ -49,7 +49,7 @@ def dropout(monkeypatch):
             block.mlp.register_forward_hook(lambda m, args, out: F.dropout(out, 0.1, m.training))
         return model
 
-    monkeypatch.setattr(loop, "open_model", with_dropout)
+    monkeypatch.setattr(setup, "open_model", with_dropout)
 
 
 def rows(folder: Path, count: int = 20) -> Path:
