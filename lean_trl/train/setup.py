@@ -146,7 +146,7 @@ def make_deterministic(wanted: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(wanted)
     # A debugging aid that costs a pass over every new tensor.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def make_writable(folder: Path) -> None:
