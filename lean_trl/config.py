@@ -123,8 +123,8 @@ class TrainConfig:
         None, "optimizer steps; wins over num_epochs, and the data repeat"
     )
     learning_rate: NonNegative = setting(None, "peak learning rate", per_method=LEARNING_RATES)
-    lr_scheduler: Literal["linear", "cosine", "constant"] = setting(
-        "linear", "decay after the warm-up, to 0"
+    lr_scheduler: Literal["linear", "cosine", "constant", "wsd"] = setting(
+        "linear", "decay after the warm-up, to 0; wsd: constant, then linear over the last tenth"
     )
     warmup_steps: Index = setting(
         0, "step s of these (from 0) runs at s / warmup_steps of the peak"
@@ -136,7 +136,9 @@ class TrainConfig:
     max_grad_norm: Positive | None = setting(
         1.0, "clip the gradient's global norm; null: only measure it"
     )
-    optimizer: Literal["adamw"] = setting("adamw", "AdamW, torch's fused kernel")
+    optimizer: Literal[
+        "adamw", "adamw_bf16_sr", "adamw_8bit", "adamw_4bit", "adafactor", "muon"
+    ] = setting("adamw", "adamw_*: AdamW with moments of 16, 8 or 4 bits instead of 32")
     param_dtype: Literal["float32", "bfloat16"] = setting(
         "float32", "what trained parameters are stored in"
     )
@@ -231,10 +233,11 @@ def _contradictions(config: Config) -> Iterator[str]:
     yield from peft_contradictions(config.peft, config.loss.sync_ref_model)
     if model.ref_path and config.method in ("sft", "reward"):
         yield f"model.ref_path has no effect on method {config.method}: leave it out"
-    if train.param_dtype == "bfloat16":
+    if train.param_dtype == "bfloat16" and not train.optimizer.startswith("adamw_"):
         yield (
-            "train.param_dtype: bfloat16 loses updates smaller than 2^-9 of a weight, and no "
-            "optimizer here corrects for that: set float32"
+            f"train.param_dtype: bfloat16 loses updates smaller than 2^-9 of a weight, and "
+            f"{train.optimizer} does not round them stochastically: set float32, or "
+            "train.optimizer adamw_bf16_sr, adamw_8bit or adamw_4bit"
         )
     if config.distributed.replicas and config.distributed.sharding != "hsdp":
         yield "distributed.replicas has an effect only with distributed.sharding hsdp: set that too"

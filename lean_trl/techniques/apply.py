@@ -16,6 +16,7 @@ from lean_trl.model.decoder import CausalLM
 from lean_trl.techniques.adapters import Adapters
 from lean_trl.techniques.checkpointing import ActivationCheckpointing
 from lean_trl.techniques.offload import ActivationOffloading
+from lean_trl.techniques.optimizer_state import OptimizerState
 from lean_trl.techniques.padding import PaddingFree
 from lean_trl.techniques.shard import Sharding
 from lean_trl.techniques.technique import Evidence, Technique, Trial
@@ -28,6 +29,7 @@ TECHNIQUES: tuple[type[Technique], ...] = (
     ActivationCheckpointing,
     ActivationOffloading,
     Sharding,
+    OptimizerState,
 )
 
 

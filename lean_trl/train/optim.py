@@ -1,14 +1,23 @@
-"""The optimizer: which parameters decay, and torch's fused AdamW."""
+"""The optimizer: which parameters decay, and which algorithm keeps what of them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from lean_trl.config import TrainConfig
+from lean_trl.train.adafactor import Adafactor
+from lean_trl.train.compact import CODECS
+from lean_trl.train.compact_adamw import CompactAdamW
+from lean_trl.train.muon import Muon
+
+Groups = list[dict[str, Any]]
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+def parameter_groups(model: nn.Module, weight_decay: float) -> Groups:
     """Matrices and embeddings decay; vectors (norms, biases, sinks) do not. No frozen ones."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not trained:
@@ -20,15 +29,49 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
+def _adamw(groups: Groups, config: TrainConfig, model: nn.Module) -> Optimizer:
     """AdamW in one fused kernel: foreach holds about a copy of the parameters in temporaries."""
-    return AdamW(
-        parameter_groups(model, config.weight_decay),
-        lr=config.learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_epsilon,
-        fused=True,
-    )
+    return AdamW(groups, **_adam_options(config), fused=True)
+
+
+def _compact(groups: Groups, config: TrainConfig, model: nn.Module) -> Optimizer:
+    return CompactAdamW(groups, CODECS[config.optimizer], **_adam_options(config))
+
+
+def _adafactor(groups: Groups, config: TrainConfig, model: nn.Module) -> Optimizer:
+    return Adafactor(groups, lr=config.learning_rate)
+
+
+def _muon(groups: Groups, config: TrainConfig, model: nn.Module) -> Optimizer:
+    of_blocks = {id(p) for name, p in model.named_parameters() if ".layers." in name}
+    split = []
+    for group in groups:
+        for adamw in (False, True):
+            chosen = [p for p in group["params"] if adamw != (p.ndim >= 2 and id(p) in of_blocks)]
+            if chosen:
+                split.append({**group, "params": chosen, "adamw": adamw})
+    return Muon(split, **_adam_options(config))
+
+
+def _adam_options(config: TrainConfig) -> dict[str, Any]:
+    betas = (config.adam_beta1, config.adam_beta2)
+    return {"lr": config.learning_rate, "betas": betas, "eps": config.adam_epsilon}
+
+
+OPTIMIZERS: dict[str, Callable[[Groups, TrainConfig, nn.Module], Optimizer]] = {
+    "adamw": _adamw,
+    "adamw_bf16_sr": _compact,
+    "adamw_8bit": _compact,
+    "adamw_4bit": _compact,
+    "adafactor": _adafactor,
+    "muon": _muon,
+}
+
+
+def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
+    """The optimizer of the settings over the model's trained parameters."""
+    groups = parameter_groups(model, config.weight_decay)
+    return OPTIMIZERS[config.optimizer](groups, config, model)
 
 
 def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:

@@ -13,6 +13,8 @@ DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1.0 - done,
     "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
     "constant": lambda done: 1.0,
+    # Warm-up, stable, decay (Hu et al. 2024, MiniCPM, section 4): the last tenth decays.
+    "wsd": lambda done: min(1.0, (1.0 - done) / 0.1),
 }
 
 
@@ -41,6 +43,8 @@ def lr_factor(name: str, step: int, steps: int | None, warmup_steps: int = 0) ->
     [1.0, 0.666667, 0.333333]
     >>> [lr_factor("constant", s, None, warmup_steps=2) for s in range(4)]
     [0.0, 0.5, 1.0, 1.0]
+    >>> [round(lr_factor("wsd", s, 20), 6) for s in (0, 18, 19)]
+    [1.0, 1.0, 0.5]
     """
     if name not in DECAYS:
         raise ValueError(f"lr_scheduler {name!r} is unknown: choose one of {', '.join(DECAYS)}")

