@@ -41,6 +41,7 @@ class Adafactor(Optimizer):
                     self._step_one(parameter, group)
 
     def _step_one(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        assert parameter.grad is not None
         weight, grad = local_part(parameter)[0], local_part(parameter.grad)[0].float()
         state = self._state(parameter, weight)
         step = state["step"].add_(1)

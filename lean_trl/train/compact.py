@@ -18,9 +18,11 @@ State = dict[str, Tensor]
 
 
 class Codec(Protocol):
-    """How one moment is kept. bits: of an element, scales apart."""
+    """How one moment is kept."""
 
-    bits: int
+    @property
+    def bits(self) -> int:
+        """Of an element, scales apart."""
 
     def new(self, like: Tensor) -> State:
         """The moment 0 of a parameter."""

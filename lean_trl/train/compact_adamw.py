@@ -47,6 +47,7 @@ class CompactAdamW(Optimizer):
                     self._step_one(parameter, group)
 
     def _step_one(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        assert parameter.grad is not None
         weight, first_row = local_part(parameter)
         grad = local_part(parameter.grad)[0].float()
         state = self._state(parameter, weight)

@@ -56,6 +56,7 @@ class Muon(Optimizer):
                     self._step_one(parameter, group)
 
     def _step_one(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        assert parameter.grad is not None
         weight, first = local_part(parameter)
         grad = local_part(parameter.grad)[0]
         state = self.state[parameter]
