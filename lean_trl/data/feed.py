@@ -25,6 +25,10 @@ from lean_trl.data.stream import RowStream, StreamFeed
 from lean_trl.data.tokenizer import Tokenizer
 from lean_trl.types import Batch
 
+# Items of an evaluation window. Statistics of a window must depend on neither micro_batch_size nor
+# ranks, and the more rows a window has, the steadier they are.
+EVAL_WINDOW = 256
+
 
 class Feed:
     """Windows of one rank, in order; continues where load_state_dict says.
@@ -70,7 +74,7 @@ class Feed:
     def __iter__(self) -> Iterator[Window]:
         for items in self.schedule.windows(self._next):
             mine = cut_window(items, self.items.table, self.cut)[self.rank]
-            others = dict(zip(items.tolist(), np.roll(items, 1).tolist(), strict=True))
+            others = self._others(items)
             window = Window(
                 [self._batch(chunk, others) for chunk in mine],
                 self.items.table.totals(items),
@@ -78,6 +82,13 @@ class Feed:
             )
             self._next += 1
             yield window
+
+    def _others(self, items: np.ndarray) -> dict[int, int]:
+        """Whose completion each item of a window is given: that of the one before it. An item alone
+        in its window gets that of the next row, or nothing would be mismatched.
+        """
+        before = np.roll(items, 1) if len(items) > 1 else (items + 1) % len(self.items)
+        return dict(zip(items.tolist(), before.tolist(), strict=True))
 
     def _batch(self, items: np.ndarray, others: Mapping[int, int]) -> Batch:
         if not len(items):
@@ -172,8 +183,7 @@ def _open_eval(
     sources, prepared = _prepare(data, kind, tokenizer, held_out=True)
     items = make_items(prepared, data, kind, packing=False)
     mixture = mix(items.source, None, False, 0)
-    size = train.micro_batch_size * world_size
-    schedule = Schedule(mixture, size, -(-mixture.num_items // size))
+    schedule = Schedule(mixture, EVAL_WINDOW, -(-mixture.num_items // EVAL_WINDOW))
     feed = EvalFeed(items, _cut(config, world_size), schedule, **_options(config, kind, rank))
     return feed, describe("eval", items, mixture, sources, prepared.formats, data, train)
 

@@ -62,7 +62,7 @@ class RowStream:
 
     def __init__(self, files: Sequence[Path], *, shuffle: bool, seed: int) -> None:
         self.files, self._shuffle, self._seed = list(files), shuffle, seed
-        self._bytes = [file.stat().st_size for file in self.files]
+        self.bytes = [file.stat().st_size for file in self.files]
 
     def blocks(self, start: Place, epoch: int) -> Iterator[tuple[Place, list[RawRow]]]:
         """(where it begins, its rows in the order of this epoch) of each block."""
@@ -81,7 +81,7 @@ class RowStream:
 
     def share(self, place: Place) -> float:
         """How much of the files lies before `place`, to the file where lines cannot be entered."""
-        return (sum(self._bytes[: place.file]) + place.byte) / max(sum(self._bytes), 1)
+        return (sum(self.bytes[: place.file]) + place.byte) / max(sum(self.bytes), 1)
 
     def parse(self, raw: RawRow) -> Row:
         """The row as a map."""
@@ -163,11 +163,19 @@ class StreamFeed:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the windows taken so far have led; the same on every rank and for other ranks."""
-        block = asdict(self._block)
-        return {"done": self._done, "epoch": self._epoch, "block": block, "used": self._used}
+        place = {"done": self._done, "epoch": self._epoch, "used": self._used}
+        return {**place, "block": asdict(self._block), "bytes": self._stream.bytes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the windows that `state` has seen."""
+        """Continue after the windows that `state` has seen.
+
+        Raises ValueError when the files are not the same: a place in them would be another row's.
+        """
+        if state["bytes"] != self._stream.bytes:
+            raise ValueError(
+                f"the data have changed: files of {self._stream.bytes} bytes, but the checkpoint "
+                f"saw {state['bytes']}: resume with the same files"
+            )
         self._done, self._epoch = state["done"], state["epoch"]
         self._block, self._used = Place(**state["block"]), state["used"]
 
@@ -191,11 +199,14 @@ class StreamFeed:
             yield waiting
 
     def _window(self, rows: Sequence[RawRow]) -> Window:
-        world = self._cut.world_size
-        items = self._items(rows[self._rank :: world])
-        batches = self._batches(items)
-        mine = [sum(batch.totals[unit] for batch in batches) for unit in UNITS]
-        everyone = self._gather([*mine, len(batches)])
+        mine = slice(self._rank, None, self._cut.world_size)
+        if self._kind == "unpaired":  # completions go round the whole window: every rank reads it
+            items = self._items(rows)
+            batches = self._batches(items[mine], [*items[-1:], *items[:-1]][mine])
+        else:
+            batches = self._batches(self._items(rows[mine]))
+        counts = [sum(batch.totals[unit] for batch in batches) for unit in UNITS]
+        everyone = self._gather([*counts, len(batches)])
         fill = int(everyone[:, -1].max()) - len(batches)
         mismatch = self._kind == "unpaired"
         batches += [filler_batch(mismatched=mismatch) for _ in range(fill)]
@@ -251,7 +262,8 @@ class StreamFeed:
             )
         self.drops.add(reason, source)
 
-    def _batches(self, items: Sequence[Item]) -> list[Batch]:
+    def _batches(self, items: Sequence[Item], others: Sequence[Item] = ()) -> list[Batch]:
+        """others: whose completions the items are given too, for KTO."""
         index = np.arange(len(items))
         if self._cut.max_tokens is None:
             size = self._cut.micro_batch_size
@@ -259,16 +271,16 @@ class StreamFeed:
         else:
             tokens = np.array([sum(map(len, item)) for item in items])
             chunks = cut_by_tokens(index, tokens, self._cut.max_tokens)
-        return [self._batch(items, chunk.tolist()) for chunk in chunks]
+        return [self._batch(items, others, chunk.tolist()) for chunk in chunks]
 
-    def _batch(self, items: Sequence[Item], chunk: Sequence[int]) -> Batch:
+    def _batch(self, items: Sequence[Item], others: Sequence[Item], chunk: Sequence[int]) -> Batch:
         examples = [
             replace(example, pair=i) if len(items[i]) == 2 else example
             for i in chunk
             for example in items[i]
         ]
         batch = build_batch(examples, **self._layout)
-        if self._kind != "unpaired":
+        if not others:
             return batch
-        swapped = [swap_completion(items[i][0], items[i - 1][0], self._max_length) for i in chunk]
+        swapped = [swap_completion(items[i][0], others[i][0], self._max_length) for i in chunk]
         return replace(batch, mismatched=build_batch(swapped, **self._layout))

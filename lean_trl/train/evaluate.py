@@ -1,7 +1,8 @@
 """Held-out loss, each row once and with its own weight, for any batch size and number of ranks.
 
-Statistics of a window (Method.window_statistics) are of one evaluation window here: the losses that
-compare rows with each other, aot and KTO's KL, do depend on how many rows are in one.
+Statistics of a window (Method.window_statistics) are of one evaluation window: a fixed number of
+rows, so that losses which compare rows with each other (aot, KTO's KL, expert shares) depend on
+neither batch size nor ranks.
 """
 
 from __future__ import annotations

@@ -308,10 +308,19 @@ def test_packed_rows_without_trainable_tokens_are_dropped(
     data = {"path": str(rows), "max_length": 5, "packing": True}
     bfd = open_feeds(settings(cache, data), tok, "sft")
     assert len(bfd[0].items) == 1 and "1 of 2 rows dropped" in bfd[2]
-    split = open_feeds(settings(cache, {**data, "packing_strategy": "bfd_split"}), tok, "sft")[0]
+    split, _, report = open_feeds(
+        settings(cache, {**data, "packing_strategy": "bfd_split"}), tok, "sft"
+    )
     assert (
         sorted(map(len, split_bins(split))) == [2] and split.items.table.counts["tokens"].sum() == 3
     )
+    assert split.items.cut == 10 and "10 tokens cut off" in report  # two fragments of the prompt
+    unscored = {"input_ids": [7, 8, 9], "labels": [-100] * 3}
+    rows = write_jsonl(tmp_path / "more.jsonl", [unscored, {"input_ids": [7, 8], "labels": [7, 8]}])
+    more = {**data, "path": str(rows), "packing_strategy": "bfd_split"}
+    report = open_feeds(settings(cache, more), tok, "sft")[2]
+    assert "train data: 1 of 2 rows" in report
+    assert f"1 of 2 rows dropped: no trainable tokens (first: {rows}, row 0)" in report
     wrapped = open_feeds(settings(cache, {**data, "packing_strategy": "wrapped"}), tok, "sft")
     assert len(wrapped[0].items) == 1 and "2 bins without trainable tokens dropped" in wrapped[2]
 
@@ -383,6 +392,33 @@ def test_mismatched_completions(tok: Tokenizer, tmp_path: Path, cache: Path) -> 
     assert sorted(swapped) == [[7, 12, 12, 2], [9, 9, 8, 2], [11, 10, 2]]
     lone = swap_completion(Example([5, 6], [False, True]), Example([7, 8, 9], [False, True, True]))
     assert lone.input_ids.tolist() == [5, 8, 9] and lone.num_scored == 2
+
+
+@pytest.mark.parametrize(("size", "world"), [(1, 1), (2, 1), (4, 2)])
+def test_statistics_of_an_evaluation_depend_on_no_batch_size(
+    tok: Tokenizer, tmp_path: Path, cache: Path, size: int, world: int
+) -> None:
+    rows = [{"prompt": p, "completion": p, "label": True} for p in "abcde"]
+    path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+    config = settings(cache, {"path": path, "eval_path": path}, {"micro_batch_size": size}, "kto")
+    swapped: list[list[int]] = []
+    for rank in range(world):
+        held_out = open_feeds(config, tok, "unpaired", rank, world)[1]
+        assert held_out is not None
+        (window,) = held_out
+        others = [b.mismatched for b in window.batches if b.mismatched is not None]
+        swapped += tokens_of([Window(others, {}, 0.0)])
+    assert sorted(swapped) == [[7, 11, 2], [8, 7, 2], [9, 8, 2], [10, 9, 2], [11, 10, 2]]
+
+
+def test_a_row_alone_in_its_window_gets_the_completion_of_another(
+    tok: Tokenizer, tmp_path: Path, cache: Path
+) -> None:
+    rows = [{"prompt": p, "completion": p, "label": True} for p in "abc"]
+    path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+    feed = open_feeds(settings(cache, {"path": path}, {"batch_size": 2}, "kto"), tok, "unpaired")[0]
+    others = [b.mismatched for window in feed for b in window.batches if b.mismatched is not None]
+    assert tokens_of([Window(others, {}, 0.0)]) == [[7, 8, 2], [8, 7, 2], [9, 7, 2]]
 
 
 # -- settings without effect --

@@ -150,31 +150,64 @@ def test_refusals(
 
 def _rank(rank: int, store: Path, folder: Path, config: Config, results: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    feed = open_feeds(config, load_tokenizer(folder), "sft", rank, 2)[0]
+    kind = "unpaired" if config.method == "kto" else "sft"
+    feed = open_feeds(config, load_tokenizer(folder), kind, rank, 2)[0]
     windows = list(feed)
     counts = [(w.totals, len(w.batches), sum(b.num_units for b in w.batches)) for w in windows]
-    results.put((rank, tokens_of(windows), counts))
+    results.put((rank, tokens_of(windows), counts, others_of(windows)))
     dist.destroy_process_group()
+
+
+def others_of(windows: list[Window]) -> list[list[int]]:
+    """The ids of every mismatched sequence."""
+    others = [b.mismatched for w in windows for b in w.batches if b.mismatched is not None]
+    return tokens_of([Window(others, {}, 0.0)])
+
+
+def on_two_ranks(store: Path, tok: Tokenizer, config: Config) -> list[tuple]:
+    """What _rank puts, in the order of the ranks."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    arguments = (store, tok.folder, config, results)
+    ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    found = sorted(results.get(timeout=60) for _ in ranks)
+    for process in ranks:
+        process.join(30)
+        assert process.exitcode == 0
+    return found
 
 
 def test_two_ranks_see_each_row_once(tok: Tokenizer, tmp_path: Path, cache: Path) -> None:
     path = str(write_jsonl(tmp_path / "rows.jsonl", [*rows(9), {"text": ""}]))
     config = streaming(cache, path, 3)
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    arguments = (tmp_path / "store", tok.folder, config, results)
-    ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in (0, 1)]
-    for process in ranks:
-        process.start()
-    (_, ids_0, counts_0), (_, ids_1, counts_1) = sorted(results.get(timeout=60) for _ in ranks)
-    for process in ranks:
-        process.join(30)
-        assert process.exitcode == 0
+    (_, ids_0, counts_0, _), (_, ids_1, counts_1, _) = on_two_ranks(tmp_path / "s", tok, config)
     assert sorted(ids_0 + ids_1) == [[7, 7 + n, 2] for n in range(9)]
     assert [c[:2] for c in counts_0] == [c[:2] for c in counts_1]
     for (totals, _, mine), (_, _, other) in zip(counts_0, counts_1, strict=True):
         assert totals["tokens"] == mine + other
     assert [totals["sequences"] for totals, _, _ in counts_0] == [4, 4, 1]
+
+
+def test_completions_go_round_the_window_of_all_ranks(
+    tok: Tokenizer, tmp_path: Path, cache: Path
+) -> None:
+    answers = [{"prompt": p, "completion": p, "label": True} for p in "abcde"]
+    path = str(write_jsonl(tmp_path / "rows.jsonl", answers))
+    config = streaming(cache, path, 1, method="kto", train={"batch_size": 5})
+    alone = others_of(list(opened(config, tok, "unpaired")))
+    assert alone == [[7, 11, 2], [8, 7, 2], [9, 8, 2], [10, 9, 2], [11, 10, 2]]
+    (*_, mine), (*_, other) = on_two_ranks(tmp_path / "s", tok, config)
+    assert sorted(mine + other) == alone
+
+
+def test_other_files_are_refused(tok: Tokenizer, tmp_path: Path, cache: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", rows(9))
+    state = opened(streaming(cache, str(path), 2), tok).state_dict()
+    write_jsonl(path, rows(8))
+    with pytest.raises(ValueError, match="the data have changed.*resume with the same files"):
+        opened(streaming(cache, str(path), 2), tok).load_state_dict(state)
 
 
 def test_one_rank_is_the_map_style_feed_unshuffled(
