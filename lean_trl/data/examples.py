@@ -74,13 +74,18 @@ def read_row(row: Row, reader: Reader) -> tuple[str, list[Draft]]:
 def rename_columns(row: Row, columns: Mapping[str, Any]) -> Row:
     """The row with more columns: a value names one, or is a text, list or map with {column} in it.
 
+    Filled once: what a column holds is never filled again. In a list or map a text names no column,
+    so {role: user} says user in files that have a column of that name too.
+
     >>> rename_columns({"q": "1+1", "a": 2}, {"prompt": "Q: {q}", "completion": "a"})["prompt"]
     'Q: 1+1'
     """
     for value in columns.values():
         if isinstance(value, str) and value not in row and "{" not in value:
             _column(value, row)
-    return {**row, **{name: _fill(value, row) for name, value in columns.items()}}
+    named = {name: row[v] for name, v in columns.items() if isinstance(v, str) and v in row}
+    filled = {name: _fill(v, row) for name, v in columns.items() if name not in named}
+    return {**row, **named, **filled}
 
 
 def _fill(value: Any, row: Row) -> Any:
@@ -90,8 +95,6 @@ def _fill(value: Any, row: Row) -> Any:
         return [_fill(item, row) for item in value]
     if not isinstance(value, str):
         return value
-    if value in row:
-        return row[value]
     return re.sub(r"\{(\w+)\}", lambda match: _column(match.group(1), row), value)
 
 

@@ -27,7 +27,7 @@ class Items:
     offsets: np.ndarray  # int64 [I + 1]
     rows: int  # rows read
     drops: Drops
-    cut: int = 0  # tokens lost to max_length
+    cut: int = 0  # tokens lost to max_length, with them fragments that teach nothing
     fill: float | None = None  # of the bins, when packed
     empty_bins: int = 0  # dropped: none of their tokens was trainable
 
@@ -75,9 +75,13 @@ def make_items(prepared: Prepared, data: DataConfig, kind: str, *, packing: bool
     cut, fill, empty_bins = 0, None, 0
     if not packing or data.packing_strategy == "bfd":
         store, cut = _shorten(store, data, kind, drops)
+    elif data.packing_strategy == "bfd_split":
+        store = _keep(store, store.count_scored() > 0, drops, "no trainable tokens")
     offsets = np.arange(0, len(store) + 1, store.per_item)
     if packing and len(store):
+        before = int(store.lengths.sum())
         store, offsets, empty_bins = _pack(store, data)
+        cut += before - int(store.lengths.sum()) if data.packing_strategy == "bfd_split" else 0
         sizes = store.lengths.sum()
         fill = float(sizes / max((len(offsets) - 1) * (data.max_length or 1), 1))
     if len(offsets) < 2:

@@ -118,7 +118,9 @@ def fingerprint(sources: Sequence[Source], reading: Reading, tokenizer: Tokenize
     stats = [[_stat(file) for file in source.files] for source in sources]
     template = tokenizer.chat.source if tokenizer.chat else None
     today = str(date.today()) if template and "strftime_now" in template else None
-    parts = [VERSION, stats, asdict(reading), tokenizer.identity, template, today]
+    # A template writes special tokens by their names.
+    special = dict(tokenizer.special_tokens) if template else None
+    parts = [VERSION, stats, asdict(reading), tokenizer.identity, template, special, today]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 

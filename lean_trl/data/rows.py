@@ -148,7 +148,14 @@ def _objects(values: Iterator[Any] | Sequence[Any], path: Path) -> Iterator[Row]
 def _csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
     csv.field_size_limit(2**31 - 1)  # the default, 128 KiB, is shorter than many documents
     with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="") as text:
-        yield from csv.DictReader(text, delimiter=delimiter)
+        reader = csv.DictReader(text, delimiter=delimiter)
+        for row in reader:
+            if None in row:  # what the reader calls fields that have no name
+                raise ValueError(
+                    f"{path}, line {reader.line_num}: more fields than the "
+                    f"{len(reader.fieldnames or ())} of the header: quote those with {delimiter!r}"
+                )
+            yield row
 
 
 def _parquet_rows(path: Path, first: int) -> Iterator[Row]:

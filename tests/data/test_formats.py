@@ -320,6 +320,10 @@ def test_columns_are_renamed_and_filled(tok: Tokenizer, tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "{q}"}, {"role": "assistant", "content": "b"}]
     got = read(rows[:1], tok, tmp_path / "chat", columns={"messages": chat})
     assert tokens(got) == [[U, 7, END, A, 8, END]]
+    # A role is no column, and what a column holds is not filled again.
+    hostile = [{"q": "{n}", "n": "a", "user": "x", "assistant": "y"}]
+    got = read(hostile, tok, tmp_path / "hostile", columns={"messages": chat})
+    assert tokens(got) == [[U, 6, 20, 6, END, A, 8, END]]  # {n}; braces are unknown
 
 
 # -- rows that are not what they should be --

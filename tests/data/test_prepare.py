@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,7 @@ def test_what_the_fingerprint_depends_on(tok: Tokenizer, source: Source, tmp_pat
         fingerprint([source], Reading("sft", assistant_only_loss=True), tok),
         fingerprint([source], SFT, other("bos", adds_bos=True)),
         fingerprint([source], SFT, other("template", template="{{ messages }}")),
+        fingerprint([source], SFT, replace(tok, special_tokens={"eos_token": "<end>"})),
         fingerprint([source, source], SFT, tok),
     ]
     os.utime(source.files[0], ns=(0, 0))

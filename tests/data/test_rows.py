@@ -72,6 +72,9 @@ def test_broken_rows_name_their_line(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"text": "a"}\n"b"\n')
     with pytest.raises(ValueError, match=r"b.jsonl, row 1: a row is an object"):
         list(read_rows(tmp_path / "b.jsonl"))
+    (tmp_path / "c.csv").write_text('text,label\n"a, b",1\na, b,1\n')
+    with pytest.raises(ValueError, match=r"c.csv, line 3: more fields than the 2 of the header"):
+        list(read_rows(tmp_path / "c.csv"))
 
 
 def test_files_of_a_folder_by_split(tmp_path: Path) -> None:
