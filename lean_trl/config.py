@@ -103,7 +103,9 @@ class DataConfig:
     pad_to_multiple_of: Count | None = setting(
         None, "round a micro-batch's tokens up (padding_free: false: each row's)"
     )
-    cache_dir: str | None = setting(None, "prepared rows are kept here; null: ~/.cache/lean_trl")
+    cache_dir: str | None = setting(
+        None, "prepared rows are kept here; null: lean_trl in huggingface_hub's HF_HOME"
+    )
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ import numpy as np
 from lean_trl.config import Config, DataConfig, units_per_step
 from lean_trl.data.batch import build_batch, filler_batch
 from lean_trl.data.drafts import Reading
+from lean_trl.data.hub import cache_folder
 from lean_trl.data.items import Items, make_items, swap_completion
 from lean_trl.data.plan import Cut, Schedule, Window, cut_window, mix
 from lean_trl.data.prepare import Prepared, prepare
@@ -254,8 +254,7 @@ def _prepare(
     if held_out:
         path, split = data.eval_path or data.path, data.eval_split
     sources = resolve_sources(path, split, data.revision, kind)
-    cache = Path(data.cache_dir).expanduser() if data.cache_dir else Path.home() / ".cache/lean_trl"
-    return sources, prepare(sources, reading(data, kind), tokenizer, cache)
+    return sources, prepare(sources, reading(data, kind), tokenizer, cache_folder(data.cache_dir))
 
 
 def reading(data: DataConfig, kind: str) -> Reading:

@@ -64,6 +64,17 @@ def resolve_dataset(
     return _snapshot(str(path), revision, "dataset", None)
 
 
+def cache_folder(path: str | Path | None = None) -> Path:
+    """Where prepared rows are kept: `path`, else lean_trl beside the hub's own cache, which the hub
+    client's HF_HOME moves.
+    """
+    if path is not None:
+        return Path(path).expanduser()
+    from huggingface_hub.constants import HF_HOME
+
+    return Path(HF_HOME) / "lean_trl"
+
+
 def _snapshot(repo_id: str, revision: str | None, kind: str, patterns: list[str] | None) -> Path:
     # Imported here: the client costs 0.3 s and most runs read local files.
     from huggingface_hub import snapshot_download

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from lean_trl.config import Config
 from lean_trl.data.feed import reading
+from lean_trl.data.hub import cache_folder
 from lean_trl.data.items import make_items
 from lean_trl.data.plan import Schedule, mix
 from lean_trl.data.prepare import prepare
@@ -86,7 +86,7 @@ def open_prompts(
     """
     data = config.data
     sources = resolve_sources(data.path, data.split, data.revision)
-    cache = Path(data.cache_dir).expanduser() if data.cache_dir else Path.home() / ".cache/lean_trl"
+    cache = cache_folder(data.cache_dir)
     prepared = prepare(sources, reading(data, "prompt"), tokenizer, cache)
     items = make_items(prepared, data, "prompt", packing=False)
     store, drops = items.store, items.drops

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lean_trl.data.hub import resolve_dataset, resolve_model
+from lean_trl.data.hub import cache_folder, resolve_dataset, resolve_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
@@ -124,6 +124,14 @@ def test_no_hub_and_nothing_in_its_cache() -> None:
         resolve_model("someone/model")
     with pytest.raises(ValueError, match="no valid hub id"):
         resolve_dataset("./no/such/folder/at all.jsonl")
+
+
+def test_prepared_rows_lie_beside_the_hubs_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "lean_trl"  # where the built-in rows are too
+    assert cache_folder("~/x") == Path.home() / "x"
 
 
 def test_local_paths_are_taken_as_they_are(tmp_path: Path) -> None:
