@@ -10,7 +10,13 @@ import sys
 
 
 def main() -> None:
-    args = parse()
+    try:
+        answer(parse())
+    except ValueError as error:
+        sys.exit(f"{error}")
+
+
+def answer(args: argparse.Namespace) -> None:
     # After parsing, so that --help and mistakes answer at once.
     from lean_trl.data.hub import resolve_model
     from lean_trl.data.tokenizer import load_tokenizer
@@ -37,8 +43,19 @@ def main() -> None:
             sampling=sampling,
         )
         for text, ids in zip(texts[batch], answers, strict=True):
-            answer = tokenizer.decode(ids, skip_special_tokens=True)
-            print(json.dumps({"prompt": text, "answer": answer, "ids": ids}), flush=True)
+            line = {
+                "prompt": text,
+                "answer": tokenizer.decode(ids, skip_special_tokens=True),
+                "ids": ids,
+            }
+            print(json.dumps(line, ensure_ascii=False), flush=True)
+
+
+def count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {number}, expected 1 or more")
+    return number
 
 
 def parse() -> argparse.Namespace:
@@ -49,14 +66,14 @@ def parse() -> argparse.Namespace:
     add("model")
     add("prompt", nargs="+")
     add("--chat", action="store_true", help="render prompts with the chat template")
-    add("--max_tokens", type=int, default=128, help="ids per answer at most [128]")
+    add("--max_tokens", type=count, default=128, help="ids per answer at most [128]")
     add("--temperature", type=float, default=0.0, help="0: the most likely token [0]")
     add("--top_k", type=int, default=0, help="draw from the k most likely; 0: all [0]")
     add("--top_p", type=float, default=1.0, help="draw from the fewest that hold this much [1]")
     add("--min_p", type=float, default=0.0, help="least probability beside the largest [0]")
     add("--seed", type=int, default=0)
-    add("--batch_size", type=int, default=16, help="prompts at a time [16]")
-    add("--dtype", default="float32", help="float32, bfloat16, float16 or float64 [float32]")
+    add("--batch_size", type=count, default=16, help="prompts at a time [16]")
+    add("--dtype", choices=("float32", "bfloat16", "float16", "float64"), default="float32")
     add("--device", default="cpu")
     return parser.parse_args()
 

@@ -7,6 +7,7 @@ cuts, of rows that it leaves with nothing to train on, of padding, and how full 
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 KINDS = ("sft", "preference", "reward", "unpaired", "prompt")
@@ -31,7 +32,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--html", type=Path)
     parser.add_argument("--png", type=Path)
-    parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache" / "lean_trl")
+    parser.add_argument("--cache-dir", help="of prepared rows; default: as data.cache_dir")
     return parser.parse_args()
 
 
@@ -42,11 +43,18 @@ def yaml_map(text: str) -> dict:
 
 
 def main() -> None:
-    args = parse()
+    try:
+        report(parse())
+    except ValueError as error:
+        sys.exit(f"{error}")
+
+
+def report(args: argparse.Namespace) -> None:
     # After parsing, so that --help and mistakes answer at once.
     from lean_trl.data import lengths as tool
     from lean_trl.data.drafts import Reading
     from lean_trl.data.examples import kind_of
+    from lean_trl.data.hub import cache_folder
     from lean_trl.data.prepare import prepare
     from lean_trl.data.rows import read_rows
     from lean_trl.data.sources import resolve_sources
@@ -54,12 +62,12 @@ def main() -> None:
 
     sources = resolve_sources(args.data, args.split, args.revision)
     first = next(iter(read_rows(sources[0].files[0])), {})
-    kind = args.kind or kind_of(first)
+    kind = args.kind or kind_of({**first, **(args.columns or {})})
     reading = Reading(
         kind, args.text_column, args.columns, assistant_only_loss=args.assistant_only_loss
     )
     tokenizer = load_tokenizer(args.tokenizer, chat_template=args.chat_template)
-    prepared = prepare(sources, reading, tokenizer, args.cache_dir)
+    prepared = prepare(sources, reading, tokenizer, cache_folder(args.cache_dir))
     lengths = tool.measure(prepared.store, kind)
     limits = args.max_length or tool.candidates(lengths)
     costs = [tool.cost_of(lengths, limit, args.micro_batch_size) for limit in limits]

@@ -104,6 +104,13 @@ def test_the_script(tok: Tokenizer, tmp_path: Path, root: Path) -> None:
     assert "http" not in page.read_text()
 
 
+def test_what_is_wrong_ends_in_one_line(tok: Tokenizer, tmp_path: Path, root: Path) -> None:
+    command = [sys.executable, str(root / "scripts" / "lengths.py"), str(tmp_path), "--tokenizer"]
+    result = subprocess.run([*command, str(tok.folder)], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1 and result.stderr.count("\n") == 1
+    assert "holds no files of rows" in result.stderr
+
+
 def test_image(tmp_path: Path) -> None:
     from lean_trl.data.lengths import write_image
 

@@ -137,10 +137,15 @@ def test_the_script(root, tmp_path):
         for file in source.iterdir():
             (folder / file.name).write_bytes(file.read_bytes())
     script = root / "scripts" / "generate.py"
-    command = [sys.executable, str(script), str(folder), "one", "two words", "--chat"]
+    command = [sys.executable, str(script), str(folder), "one", "zwei Wörter", "--chat"]
     run = subprocess.run(
         [*command, "--max_tokens", "5"], capture_output=True, text=True, check=True
     )
     lines = [json.loads(line) for line in run.stdout.splitlines()]
-    assert [line["prompt"] for line in lines] == ["one", "two words"]
+    assert [line["prompt"] for line in lines] == ["one", "zwei Wörter"]
+    assert '"zwei Wörter"' in run.stdout  # to be read, not as escapes
     assert all(1 <= len(line["ids"]) <= 5 for line in lines)
+    wrong = {"--top_p=2": "top_p 2.0 must be in (0, 1]", "--batch_size=0": "expected 1 or more"}
+    for option, message in wrong.items():
+        run = subprocess.run([*command, option], capture_output=True, text=True)
+        assert run.returncode and message in run.stderr and "Traceback" not in run.stderr
