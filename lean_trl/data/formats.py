@@ -6,6 +6,7 @@ and a name in examples.KINDS.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -83,8 +84,7 @@ def preference(row: Row, reader: Reader) -> Drafts:
         reader.answer(prompt, chosen, "chosen", row),
         reader.answer(prompt, rejected, "rejected", row),
     ]
-    extras = {"margin": _number(row["margin"], "margin")} if "margin" in row else {}
-    return [Draft(pieces, extras)]
+    return [Draft(pieces, {"margin": _margin(row)})]
 
 
 def split_pair(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
@@ -130,8 +130,7 @@ def tokenised_preference(row: Row, reader: Reader) -> Drafts:
         differ = np.flatnonzero(chosen[:n] != rejected[:n])
         start = int(differ[0]) if len(differ) else n
     pieces = [Piece(ids=ids, scored=np.arange(len(ids)) >= start) for ids in (chosen, rejected)]
-    extras = {"margin": _number(row["margin"], "margin")} if "margin" in row else {}
-    return [Draft(pieces, extras)]
+    return [Draft(pieces, {"margin": _margin(row)})]
 
 
 def unpaired(row: Row, reader: Reader) -> Drafts:
@@ -205,9 +204,13 @@ def _as_long(row: Row, name: str, ids: np.ndarray) -> np.ndarray:
     return values
 
 
-def _number(value: Any, name: str) -> float:
+def _margin(row: Row) -> float:
+    """0 without one: rows of several files stand in one batch, and all or none must have it."""
+    value = row.get("margin", 0.0)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RowError(f"{name} is {type(value).__name__}, expected a number")
+        raise RowError(f"margin is {type(value).__name__}, expected a number")
+    if not math.isfinite(value):
+        raise RowError("margin is not finite")
     return float(value)
 
 

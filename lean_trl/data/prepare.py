@@ -33,7 +33,7 @@ from lean_trl.data.store import Store, StoreWriter, load_store
 from lean_trl.data.tokenizer import Tokenizer
 
 BLOCK = 2048  # rows encoded at a time: enough for all cores, little memory
-VERSION = 1  # of the cache; raise it when the same rows would give other tokens
+VERSION = 2  # of the cache; raise it when the same rows would give other tokens
 
 
 @dataclass

@@ -86,6 +86,14 @@ def test_margins_travel_with_the_pairs(tok: Tokenizer, tmp_path: Path) -> None:
     assert window.batches[0].extras["margin"].tolist() == [0.5, 2.0]
 
 
+def test_pairs_with_and_without_a_margin_stand_in_one_batch(tok: Tokenizer, tmp_path: Path) -> None:
+    rows = [ROW, {**ROW, "margin": 2}, {**ROW, "margin": None}, {**ROW, "margin": float("nan")}]
+    feed, _, report = open_feeds(settings(tmp_path, rows, "reward"), tok, "reward")
+    (window,) = feed
+    assert window.batches[0].extras["margin"].tolist() == [0.0, 2.0, 0.0]
+    assert "1 of 4 rows dropped: margin is not finite" in report
+
+
 def test_completions_on_other_prompts_keep_to_max_length(tok: Tokenizer, tmp_path: Path) -> None:
     rows = [
         {"prompt_ids": [7, 8, 9], "completion_ids": [10], "label": True},
