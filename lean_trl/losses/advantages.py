@@ -49,6 +49,7 @@ def group_advantages(
     columns = rewards.double().reshape(len(rewards), -1)
     groups = _groups(columns, group_ids)
     if aggregate == "normalize_then_sum":
+        _refuse_infinite(columns)
         scaled = [_scaled(column, groups) for column in columns.unbind(1)]
         total = total_reward(torch.stack(scaled, 1), weights)
         return _finish(_scaled(total, torch.zeros_like(groups)))
@@ -70,6 +71,7 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
     tensor([-2.6667, -1.3333,  0.0000,  4.0000])
     """
     values = rewards.double()
+    _refuse_infinite(values)
     groups = _groups(values.reshape(len(values), -1), group_ids)
     known = ~values.isnan()
     count = _sum_by(known.double(), groups)
@@ -80,7 +82,7 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
 def total_reward(rewards: Tensor, weights: Tensor | None = None) -> Tensor:
     """sum_k weights[k] * rewards[:, k] over the functions that did not abstain: [N, K] -> [N].
 
-    NaN where all abstained.
+    NaN where all abstained. Raises ValueError for weights of another shape and infinite rewards.
 
     >>> total_reward(torch.tensor([[1.0, 0.5], [float("nan"), 0.5]]), torch.tensor([1.0, 2.0]))
     tensor([2., 1.])
@@ -89,9 +91,19 @@ def total_reward(rewards: Tensor, weights: Tensor | None = None) -> Tensor:
         raise ValueError(
             f"expected one weight for each of {rewards.shape[1]} rewards, got {len(weights)}"
         )
+    _refuse_infinite(rewards)
     weighted = rewards if weights is None else rewards * weights.to(rewards)
     total = weighted.nan_to_num(0.0).sum(1)
     return total.masked_fill(rewards.isnan().all(1), torch.nan)
+
+
+def _refuse_infinite(rewards: Tensor) -> None:
+    infinite = rewards.isinf()
+    if infinite.any():
+        first = infinite.nonzero()[0].tolist()
+        raise ValueError(
+            f"the reward at {first} is infinite: give a number, or NaN where there is no reward"
+        )
 
 
 def group_moments(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:

@@ -74,6 +74,14 @@ def test_weights():
         total_reward(rewards, torch.ones(3))
 
 
+@pytest.mark.parametrize("aggregate", ["sum_then_normalize", "normalize_then_sum"])
+def test_infinite_rewards_are_refused(aggregate):
+    with pytest.raises(ValueError, match=r"reward at \[1, 0\] is infinite"):
+        advantages([[1.0, 2.0], [math.inf, NAN]], aggregate=aggregate)
+    with pytest.raises(ValueError, match=r"reward at \[1\] is infinite"):
+        leave_one_out(torch.tensor([1.0, -math.inf]), torch.zeros(2, dtype=torch.int64))
+
+
 def test_normalize_then_sum_by_hand():
     """Each reward scaled in its group, then the sum over the batch."""
     rewards, groups = [[1, 10], [0, 30], [4, 5], [2, 5]], [0, 0, 1, 1]
