@@ -34,9 +34,25 @@ MODES = ("full", "lora")
 LORA = {"target_modules": "all-linear", "r": 4}
 
 
+CHECKPOINTING = "memory.activation_checkpointing"
+OFFLOADING = "memory.activation_offloading"
+# Options of techniques, each with what it is an option of.
+VARIANTS = (
+    Switch("selective", {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs.selective": True}, {}),
+    Switch("every 2", {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs.every": 2}, {}),
+    Switch("budget 0.5", {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs.budget": 0.5}, {}),
+    Switch("offloading + checkpointing", {CHECKPOINTING: True, OFFLOADING: True}, {}),
+    Switch(
+        "offloading, one stream", {OFFLOADING: True, f"{OFFLOADING}_kwargs.use_streams": False}, {}
+    ),
+    Switch("pad_to_multiple_of", {"data.padding_free": True, "data.pad_to_multiple_of": 16}, {}),
+)
+
+
 def switches() -> dict[str, Switch]:
     """Every part of a technique that can be had alone; `lora` is a mode here, not a row."""
-    found = {switch.name: switch for kind in TECHNIQUES for switch in kind.switches()}
+    library = [switch for kind in TECHNIQUES for switch in kind.switches()]
+    found = {switch.name: switch for switch in (*library, *VARIANTS)}
     return {name: switch for name, switch in found.items() if name not in MODES}
 
 
@@ -96,11 +112,6 @@ def settings(method: str, mode: str, chosen: list[Switch]) -> Config:
         for section in sections:
             below = below.setdefault(section, {})
         below[name] = value
-    # An option of a technique switches the technique on.
-    memory = tree["memory"]
-    for name in ("activation_checkpointing", "activation_offloading"):
-        if memory.get(f"{name}_kwargs"):
-            memory[name] = True
     tree["loss"] = {"beta": 0.1} if method in ("grpo", "rloo") else {}
     tree["train"] |= {"learning_rate": 1e-3, "weight_decay": 0.1}
     if mode == "lora":
@@ -111,7 +122,8 @@ def settings(method: str, mode: str, chosen: list[Switch]) -> Config:
 def window(method: str, config: Config) -> list:
     """Two micro-batches of unequal sequences, with what the method's objective reads."""
     rng = np.random.default_rng(5)
-    build = partial(build_batch, padding_free=config.data.padding_free)
+    layout = config.data.padding_free, config.data.pad_to_multiple_of
+    build = partial(build_batch, padding_free=layout[0], pad_to_multiple_of=layout[1])
     paired = method in ("dpo", "reward", "online_dpo")
     batches = []
     for number in range(2):
@@ -226,7 +238,9 @@ def run_cell(cell: Cell) -> list[Result]:
 
 def everything() -> list[Switch]:
     """All techniques that go together here; the last one of each setting wins."""
-    return [switch for switch in switches().values() if not_applicable(switch) is None]
+    without = {variant.name for variant in VARIANTS} - {"selective"}
+    chosen = [switch for name, switch in switches().items() if name not in without]
+    return [switch for switch in chosen if not_applicable(switch) is None]
 
 
 def write_table(path) -> None:
