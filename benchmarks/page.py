@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import html
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -102,11 +101,17 @@ def _html_row(name: str, arm: Runs, keys: Sequence[str], base: Runs, exact: bool
         return f"<tr>{''.join(cells)}</tr>"
     for key in keys:
         value = arm.median(key)
-        cells.append(f'<td data-value="{json.dumps(value)}">{figure(arm, key, base)}</td>')
+        cells.append(
+            f'<td data-value="{"" if value is None else value}">{figure(arm, key, base)}</td>'
+        )
     difference, text = loss_difference(arm, base), losses(arm, base, exact)
     style = ' class="bad"' if "NOT" in text else ""
-    cells.append(f'<td{style} data-value="{json.dumps(difference)}">{text}</td>')
+    cells.append(f'<td{style} data-value="{"" if difference is None else difference}">{text}</td>')
     return f"<tr>{''.join(cells)}</tr>"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else repr(value)
 
 
 def _html_holders(name: str, arm: Runs) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import statistics
 import subprocess
@@ -85,6 +86,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--max-length", type=int, default=1024)
+    parser.add_argument("--deadline", type=float, default=math.inf, help="seconds of each what")
     return parser.parse_args()
 
 
@@ -145,7 +147,7 @@ def training(method: str) -> Callable[[argparse.Namespace, str, Path], list[Row]
         )
         repeat_longest(rows, options.micro_batch_size)
         arms = list(training_arms(method, options, peer, folder, rows))
-        runs = interleave(arms, options.repeats)
+        runs = interleave(arms, options.repeats, deadline_s=options.deadline)
         for arm in runs.values():
             if arm.failure:
                 print(f"{arm.name} failed: {arm.failure}", file=sys.stderr)
@@ -237,7 +239,12 @@ def compared(figure: str, ours: Runs, theirs: Runs, key: str, words: Callable) -
         low, high = runs.spread(key) or (0, 0)
         return f"{words(runs.median(key))} ({words(low)} to {words(high)})"
 
-    return Row(figure, shown(ours), shown(theirs), f"{a / b:.2f}x")
+    return Row(figure, shown(ours), shown(theirs), ratio(a / b))
+
+
+def ratio(value: float) -> str:
+    """Two digits behind the point, or two that count: 1.74x, 0.013x."""
+    return f"{value:.2f}x" if value >= 0.1 else f"{value:.2g}x"
 
 
 def rate(value: float) -> str:
@@ -289,7 +296,7 @@ def packing(options: argparse.Namespace, peer: str, folder: Path) -> list[Row]:
 def data_rows(figure: str, job: dict, options: argparse.Namespace, peer: str) -> list[Row]:
     """CPU and wall seconds of a piece of work that both sides do."""
     arms = [Arm("ours", job, OURS_OTHER), Arm("TRL", job, (peer, THEIRS_SCRIPT))]
-    runs = interleave(arms, options.repeats)
+    runs = interleave(arms, options.repeats, deadline_s=options.deadline)
     ours, theirs = runs["ours"], runs["TRL"]
     if not ours.results or not theirs.results:
         return [Row(figure, ours.failure or "ran", theirs.failure or "ran", "")]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import html
 import itertools
 import json
-import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +14,7 @@ import pytest
 
 from lean_trl.data.lengths import Lengths, candidates, cost_of, measure, padding_share, write_page
 from lean_trl.data.tokenizer import Tokenizer
+from tests.browser import Page, open_page
 
 from .fixtures import write_jsonl
 from .test_formats import read
@@ -126,35 +124,19 @@ def test_image(tmp_path: Path) -> None:
 
 # -- the page --
 
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
+MOVE = "const s = document.getElementById('slider'); s.value = arguments[0];"
+MOVE += "s.dispatchEvent(new Event('input'));"
+CELLS = "return [...document.querySelectorAll('td[data-name]')].map("
+CELLS += "cell => [cell.dataset.name, cell.innerText])"
 
 
-def shown(page: Path, limit: int) -> dict[str, float]:
+def shown(page: Page, limit: int) -> dict[str, float]:
     """The shares that the page shows once its slider has been moved to `limit`."""
-    assert CHROMIUM is not None
-    moved = page.with_name(f"moved-{limit}.html")
-    script = (
-        f"<script>const slider = document.getElementById('slider'); slider.value = {limit};"
-        "slider.dispatchEvent(new Event('input'));</script></html>"
-    )
-    moved.write_text(page.read_text().replace("</html>", script))
-    flags = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={page.parent / 'profile'}",
-    ]
-    command = [CHROMIUM, *flags, "--dump-dom", moved.as_uri()]
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    cells = re.findall(r'<td data-name="([^"]*)">([-\d.]+) %</td>', dom)
-    assert re.search(r'<input id="value"[^>]*>', dom) and cells
-    return {html.unescape(name): float(share) for name, share in cells}
+    page.run(MOVE, limit)
+    return {name: float(text.removesuffix(" %")) for name, text in page.run(CELLS)}
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 @pytest.mark.parametrize("kind", ["sft", "preference", "reward", "prompt"])
 def test_moving_the_slider_changes_the_numbers(tmp_path: Path, kind: str) -> None:
     rng = np.random.default_rng(0)
@@ -166,18 +148,20 @@ def test_moving_the_slider_changes_the_numbers(tmp_path: Path, kind: str) -> Non
     page = tmp_path / "page.html"
     write_page(lengths, 4, page, "A title with </script> & more")
     seen: list[Any] = []
-    for limit in (33, 64, 200):
-        numbers, cost = shown(page, limit), cost_of(lengths, limit, 4)
-        expected = {
-            "rows cut": cost.rows_cut,
-            "tokens cut": cost.tokens_cut,
-            "rows dropped": cost.rows_dropped,
-            "padding, micro-batches of 4": cost.padding,
-            "padding, padding-free": 0.0,
-            **{f"packing fill, {name}": fill for name, fill in cost.fill.items()},
-        }
-        assert numbers == {
-            name: pytest.approx(100 * share, abs=0.006) for name, share in expected.items()
-        }
-        seen.append(json.dumps(numbers))
+    with open_page(page) as opened:
+        for limit in (33, 64, 200):
+            numbers, cost = shown(opened, limit), cost_of(lengths, limit, 4)
+            expected = {
+                "rows cut": cost.rows_cut,
+                "tokens cut": cost.tokens_cut,
+                "rows dropped": cost.rows_dropped,
+                "padding, micro-batches of 4": cost.padding,
+                "padding, padding-free": 0.0,
+                **{f"packing fill, {name}": fill for name, fill in cost.fill.items()},
+            }
+            assert numbers == {
+                name: pytest.approx(100 * share, abs=0.006) for name, share in expected.items()
+            }
+            seen.append(json.dumps(numbers))
+        assert opened.complaints() == []
     assert len(set(seen)) == 3
