@@ -278,6 +278,16 @@ def _data_contradictions(data: DataConfig) -> Iterator[str]:
             yield "data.truncation_mode: keep_end has no effect while data.overlong is drop"
     if data.packing_strategy != "bfd" and not data.packing:
         yield "data.packing_strategy has no effect while data.packing is false: set that true"
+    if data.packing and data.packing_strategy != "bfd":
+        for key, value, default in (
+            ("truncation_mode", data.truncation_mode, "keep_start"),
+            ("overlong", data.overlong, "truncate"),
+        ):
+            if value != default:
+                yield (
+                    f"data.{key} {value} has no effect while data.packing_strategy is "
+                    f"{data.packing_strategy}, which cuts nothing off: leave one of them out"
+                )
     if data.wrapped_attention and not (data.packing and data.packing_strategy == "wrapped"):
         yield "data.wrapped_attention needs data.packing true and packing_strategy wrapped"
     if data.revision and data.path is None:

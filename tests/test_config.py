@@ -132,7 +132,7 @@ def test_a_default_by_method_fills_a_missing_value_and_leaves_shared_sections_al
         ("--data.shuffle=no", "data.shuffle: got 'no', expected true or false"),
         (
             "--train.lr_scheduler=cosin",
-            "train.lr_scheduler: got 'cosin', expected linear | cosine | constant; "
+            "train.lr_scheduler: got 'cosin', expected linear | cosine | constant | wsd; "
             "did you mean cosine?",
         ),
         ("--train=3", "train: got '3', expected a section, a map of keys"),
@@ -204,6 +204,10 @@ def test_every_foreign_name_leads_somewhere():
         (
             ["--data.packing_strategy=wrapped"],
             "data.packing_strategy has no effect while data.pack",
+        ),
+        (
+            ["--data.packing", "--data.packing_strategy=bfd_split", "--data.overlong=drop"],
+            "data.overlong drop has no effect while data.packing_strategy is bfd_split",
         ),
         (
             ["--data.packing", "--data.wrapped_attention"],
@@ -373,7 +377,7 @@ def test_help_lists_every_key_with_type_default_and_a_line():
     for key in keys(Config):
         assert f"--{key.path}  <" in text
         assert key.help and "\n" not in key.help and len(key.help) <= 92, key.path  # 100 columns
-    assert "--train.lr_scheduler  <linear | cosine | constant>  [linear]" in text
+    assert "--train.lr_scheduler  <linear | cosine | constant | wsd>  [linear]" in text
     assert "[2e-05 for sft, 1e-06 for dpo/kto/grpo/rloo, 0.0001 for reward, 5e-07 for onli" in text
 
 

@@ -253,8 +253,14 @@ def _prepare(
     path, split = data.path, data.split
     if held_out:
         path, split = data.eval_path or data.path, data.eval_split
+        if data.eval_path is None and isinstance(path, list):  # their own splits are trained on
+            path = [{k: v for k, v in _entry(e).items() if k != "split"} for e in path]
     sources = resolve_sources(path, split, data.revision, kind)
     return sources, prepare(sources, reading(data, kind), tokenizer, cache_folder(data.cache_dir))
+
+
+def _entry(source: str | Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"path": source} if isinstance(source, str) else source
 
 
 def reading(data: DataConfig, kind: str) -> Reading:

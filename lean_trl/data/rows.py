@@ -30,6 +30,7 @@ COMPRESSED: dict[str, Callable[[Path, str], Any]] = {
 FORMATS = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv", ".tsv")
 # Written beside the rows by other libraries, and no rows.
 METADATA = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
+HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")  # never trained on unasked
 
 
 def find_files(path: Path, split: str | None = None) -> list[Path]:
@@ -37,8 +38,8 @@ def find_files(path: Path, split: str | None = None) -> list[Path]:
     (default: train).
 
     In a folder a file belongs to a split when its name or a folder on the way has the split's name
-    as a word: `data/train-00000-of-00002.parquet`, `test.jsonl.gz`. Raises ValueError when there
-    are none.
+    as a word: `data/train-00000-of-00002.parquet`, `test.jsonl.gz`. Where none says train, it is
+    all but those of HELD_OUT. Raises ValueError when there are none.
     """
     if path.is_file():
         if split is not None:
@@ -58,12 +59,22 @@ def find_files(path: Path, split: str | None = None) -> list[Path]:
         raise ValueError(
             f"{path} holds no files of rows ({', '.join(FORMATS)}, also as .gz .bz2 .xz .zst)"
         )
-    word = re.compile(rf"(^|[^a-z0-9]){re.escape((split or 'train').lower())}($|[^a-z0-9])")
-    chosen = [f for f in files if word.search(str(f.relative_to(path)).lower())]
-    if chosen or split is None:
-        return chosen or files
+    chosen = [f for f in files if _says(split or "train", f.relative_to(path))]
+    if chosen:
+        return chosen
+    if split is None:
+        return [
+            f for f in files if not any(_says(w, f.relative_to(path)) for w in HELD_OUT)
+        ] or files
     names = ", ".join(str(f.relative_to(path)) for f in files[:10])
     raise ValueError(f"{path} has no files of split {split!r}; its files: {names}")
+
+
+def _says(word: str, path: Path) -> bool:
+    """Whether a path has `word` (a text with a slash too) between what are no letters or digits."""
+    return bool(
+        re.search(rf"(^|[^a-z0-9]){re.escape(word.lower())}($|[^a-z0-9])", path.as_posix().lower())
+    )
 
 
 def format_of(path: Path) -> str | None:

@@ -355,6 +355,19 @@ def test_weighted_sources(tok: Tokenizer, tmp_path: Path, cache: Path) -> None:
     assert all(len({ids[0] for ids in b}) == 1 for b in bins)
 
 
+def test_a_sources_own_split_is_not_what_is_held_out(
+    tok: Tokenizer, tmp_path: Path, cache: Path
+) -> None:
+    write_jsonl(tmp_path / "rows" / "train.jsonl", [{"text": "a"}])
+    write_jsonl(tmp_path / "rows" / "test.jsonl", [{"text": "b"}])
+    path = [{"path": str(tmp_path / "rows"), "split": "train"}]
+    feed, held_out, _ = open_feeds(
+        settings(cache, {"path": path, "eval_split": "test"}), tok, "sft"
+    )
+    assert held_out is not None
+    assert tokens_of(list(feed)) == [[7, 2]] and tokens_of(list(held_out)) == [[8, 2]]
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [

@@ -96,7 +96,14 @@ def test_files_of_a_folder_by_split(tmp_path: Path) -> None:
         find_files(tmp_path, "validation")
     for name in names[:2]:
         (tmp_path / name).unlink()
-    assert len(find_files(tmp_path)) == 1  # no file says train: all of them
+    assert len(find_files(tmp_path)) == 1  # nothing but a test
+    for name in ("rows.jsonl", "valid.jsonl", "main/train.jsonl", "socratic/train.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert find_files(tmp_path, "main/train") == [tmp_path / "main/train.jsonl"]
+    for name in ("main", "socratic"):
+        (tmp_path / name / "train.jsonl").unlink()
+    assert find_files(tmp_path) == [tmp_path / "rows.jsonl"]  # what is held out is not trained on
 
 
 def test_what_is_no_data(tmp_path: Path) -> None:
