@@ -110,8 +110,10 @@ def dpo_objective(scores: Scores, batch: Batch, loss: LossConfig) -> LossTerms:
             matched=tuple(batch.extras[extra] for extra in _MATCHED.get(name, ())) or None,
         )
         terms.append(Term(result.losses, weights, row.unit, coef))
-        results.append(result)
-    rewards = results[0].chosen_rewards, results[0].rejected_rewards
+        results.append((not row.reference, result))
+    # Rewards are log-ratios where any loss of the sum has them, wherever it stands in the list.
+    _, shown = min(results, key=lambda item: item[0])
+    rewards = shown.chosen_rewards, shown.rejected_rewards
     return LossTerms(tuple(terms), _dpo_metrics(scores, batch, *rewards))
 
 

@@ -209,6 +209,18 @@ def test_mean_token_accuracy_is_of_the_chosen_and_entropy_of_both():
     assert metrics["entropy"].weights is None
 
 
+def test_rewards_are_log_ratios_wherever_the_loss_with_a_reference_stands():
+    policy, reference = tables()
+    batch = with_ref_logprobs(reference, split(draw(), (6,))[0])
+    orders = (["sigmoid", "sft"], ["sft", "sigmoid"])
+    first, second = (
+        bound("dpo", loss_type=order).objective(policy(batch, ()), batch).metrics
+        for order in orders
+    )
+    for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"):
+        assert torch.equal(first[name].values, second[name].values), name
+
+
 # -- reward models --
 
 
