@@ -26,10 +26,12 @@ from peak import PeakTracker, saved_bytes
 
 from lean_trl.config import Config, config_from_dict
 from lean_trl.data.plan import Window
+from lean_trl.rollout.feed import RolloutFeed
+from lean_trl.techniques.apply import before_cuda
 from lean_trl.techniques.shard import DTYPES
 from lean_trl.train.distributed import World, join_world
-from lean_trl.train.setup import Run, set_up
 from lean_trl.train.score import referenced
+from lean_trl.train.setup import Run, set_up
 from lean_trl.train.step import train_step
 
 # Dense bf16 rate of a device, operations/s, from its data sheet.
@@ -40,6 +42,7 @@ def main() -> None:
     job_file, result_file = sys.argv[1:]
     job = json.loads(Path(job_file).read_text(encoding="utf-8"))
     config = config_from_dict(job["config"])
+    before_cuda(config)
     with tempfile.TemporaryDirectory() as folder, join_world(config.distributed.timeout_s) as world:
         config = replace(
             config,
@@ -90,14 +93,18 @@ def timed_steps(run: Run, job: dict[str, Any]) -> tuple[list[dict[str, float]], 
     dtype = DTYPES[config.model.dtype]
     steps: list[dict[str, float]] = []
     largest: Window | None = None
-    windows = iter(referenced(run.train_feed, run.reference))
+    online = isinstance(run.train_feed, RolloutFeed)  # it asks the reference by itself
+    windows = iter(referenced(run.train_feed, None if online else run.reference))
     for number in range(job["warm_up"] + job["steps"]):
         if number == job["warm_up"] and device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         wait(device)
         start = Seconds.now()
         window = next(windows)
-        loss = step(run, window).loss.item()
+        report = step(run, window)
+        loss = report.loss.item()
+        if isinstance(run.train_feed, RolloutFeed):
+            run.train_feed.after_step(report)
         wait(device)
         seconds = Seconds.now().since(start)
         if largest is None or _tokens(window) > _tokens(largest):
