@@ -232,7 +232,7 @@ def _contradictions(config: Config) -> Iterator[str]:
     yield from _online_contradictions(config)
     yield from _data_contradictions(data)
     yield from memory_contradictions(config.memory)
-    yield from peft_contradictions(config.peft, config.loss.sync_ref_model)
+    yield from peft_contradictions(config.peft, config.loss, config.model.ref_path)
     if model.ref_path and config.method in ("sft", "reward"):
         yield f"model.ref_path has no effect on method {config.method}: leave it out"
     if train.param_dtype == "bfloat16" and not train.optimizer.startswith("adamw_"):

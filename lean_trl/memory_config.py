@@ -40,6 +40,9 @@ class MemoryConfig:
     cpu_offload: bool = setting(
         False, "keep parameters, gradients and optimizer state in CPU memory; the update runs there"
     )
+    expandable_segments: bool | None = setting(
+        None, "GPU: memory segments that grow, against fragmentation; null: where there is one"
+    )
 
 
 def memory_contradictions(memory: MemoryConfig) -> Iterator[str]:

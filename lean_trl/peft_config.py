@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
+from lean_trl.loss_config import LossConfig
 from lean_trl.settings import Count, Fraction, Positive, setting
 
 
@@ -33,11 +34,18 @@ class PeftConfig:
     adapter_path: str | None = setting(None, "go on from the adapter in this folder")
 
 
-def peft_contradictions(peft: PeftConfig | None, sync_ref_model: bool) -> Iterator[str]:
+def peft_contradictions(
+    peft: PeftConfig | None, loss: LossConfig, ref_path: str | None
+) -> Iterator[str]:
     """What adapters cannot be combined with."""
     if peft is None:
         return
-    if sync_ref_model:
+    if loss.precompute_ref_log_probs and peft.adapter_path and ref_path is None:
+        yield (
+            "loss.precompute_ref_log_probs scores with the base model, but the reference is the "
+            "adapter of peft.adapter_path too: set it false, which costs no second model"
+        )
+    if loss.sync_ref_model:
         yield (
             "loss.sync_ref_model mixes weights of policy and reference, and a mix of two adapters "
             "is no mix of the weights they stand for: leave out peft or loss.sync_ref_model"

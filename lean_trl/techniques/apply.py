@@ -14,6 +14,7 @@ from typing import TypeVar
 from lean_trl.config import Config
 from lean_trl.model.decoder import CausalLM
 from lean_trl.techniques.adapters import Adapters
+from lean_trl.techniques.allocator import Allocator
 from lean_trl.techniques.checkpointing import ActivationCheckpointing
 from lean_trl.techniques.offload import ActivationOffloading
 from lean_trl.techniques.optimizer_state import OptimizerState
@@ -24,6 +25,7 @@ from lean_trl.techniques.technique import Evidence, Technique, Trial
 T = TypeVar("T", bound=Technique)
 
 TECHNIQUES: tuple[type[Technique], ...] = (
+    Allocator,
     PaddingFree,
     Adapters,
     ActivationCheckpointing,

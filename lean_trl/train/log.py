@@ -84,6 +84,7 @@ class StepLog:
             record |= {"learning_rate": p.learning_rate, "epoch": p.epoch}
             record |= {"num_tokens": self.num_tokens, "tokens_per_second": rate}
             record |= {"peak_memory_bytes": peak_memory_bytes(self.device)}
+            record |= allocator_numbers(self.device)
             if self.empty_windows:
                 record["windows_without_supervised_tokens"] = self.empty_windows
             if self.file is not None:
@@ -129,6 +130,18 @@ def _read(report: StepReport) -> dict[str, float]:
         [report.loss, report.grad_norm, *(report.metrics[name] for name in names[2:])]
     )
     return dict(zip(names, values.tolist(), strict=True))
+
+
+def allocator_numbers(device: torch.device) -> dict[str, int]:
+    """CUDA: bytes that the allocator holds beyond what tensors take, and how often it had to give
+    memory back and ask again. Nothing is read from the device.
+    """
+    if device.type != "cuda":
+        return {}
+    stats = torch.cuda.memory_stats(device)
+    held, taken = stats["reserved_bytes.all.current"], stats["allocated_bytes.all.current"]
+    retries = stats["num_alloc_retries"]
+    return {"fragmentation_bytes": held - taken, "allocator_retries": retries}
 
 
 def peak_memory_bytes(device: torch.device) -> int:

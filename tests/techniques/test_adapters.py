@@ -273,6 +273,9 @@ def test_a_tied_head_cannot_be_adapted_alone():
 def test_settings_at_odds():
     with pytest.raises(ValueError, match="sync_ref_model"):
         config_from_dict({"method": "dpo", "peft": {}, "loss": {"sync_ref_model": True}})
+    scored = {"precompute_ref_log_probs": True}
+    with pytest.raises(ValueError, match="costs no second model"):
+        config_from_dict({"method": "dpo", "peft": {"adapter_path": "x"}, "loss": scored})
     with pytest.raises(ValueError, match="leave out peft.r"):
         config_from_dict({"peft": {"adapter_path": "x", "r": 3}})
 
