@@ -12,7 +12,6 @@ OUT=${OUT:-benchmarks/out/device}
 PYTHON=${PYTHON:-python3}
 mkdir -p "$OUT"
 export PYTHONPATH="$PWD:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 began=$SECONDS
 
 say() { printf '\n=== %s (%d s)\n' "$*" $((SECONDS - began)); }

@@ -190,7 +190,8 @@ class PeakTracker(TorchDispatchMode):
 
     def _caller(self) -> tuple[str | None, bool]:
         """(name of the innermost module whose forward runs, whether the head's op does)."""
-        frame: FrameType | None = sys._getframe(2)
+        # On a GPU backward runs in a thread of its own, with nothing above __torch_dispatch__.
+        frame: FrameType | None = sys._getframe(1)
         in_head = False
         while frame is not None:
             code = frame.f_code
