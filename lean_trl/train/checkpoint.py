@@ -120,19 +120,23 @@ class Checkpointer:
                 f"{free / 2**30:.1f} GiB left: free some, or set another output_dir"
             )
 
-    def newest(self) -> Path | None:
+    def newest(self, *, tidy: bool = True) -> Path | None:
         """The newest checkpoint whose files are what was written.
 
-        A damaged one is named, set aside as step-N.corrupt, and the one before it is tried.
+        A damaged one is named, set aside as step-N.corrupt, and the one before it is tried. tidy:
+        remove what interrupted saves have left; False touches nothing, as another run may be at
+        work here.
         """
-        if self.is_main:
+        if self.is_main and tidy:
             for name in self._leftovers():
                 shutil.rmtree(name)
         for path in self._share(self._complete()):
             problems = self._share_problems(path)
             if not problems:
                 return path
-            if self.is_main:
+            if self.is_main and not tidy:
+                print(f"checkpoint {path} is damaged: " + "; ".join(problems))
+            elif self.is_main:
                 aside = path.with_name(path.name + CORRUPT)
                 shutil.rmtree(aside, ignore_errors=True)
                 path.rename(aside)

@@ -65,7 +65,7 @@ def open_checkpoints(config: Config, world: World) -> tuple[Checkpointer, Path |
         if world.is_main and not config.eval_only and folder.is_dir() and any(folder.iterdir()):
             print(f"starting anew; earlier checkpoints are now {_set_aside(folder)}", flush=True)
         return checkpointer, None
-    path = checkpointer.newest()
+    path = checkpointer.newest(tidy=not config.eval_only)
     if path is not None and settings.resume == "auto":
         changed = list(_changes(read_manifest(path)["state"]["config"], asdict(config)))
         if changed:

@@ -206,6 +206,21 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2.corrupt"]
 
 
+def test_looking_alone_touches_nothing(tmp_path, capsys):
+    """An evaluation beside a run must not remove the save in progress."""
+    checkpointer = Checkpointer(tmp_path)
+    for number in (1, 2):
+        checkpointer.save(number, {"a": torch.zeros(1)}, {})
+    cut(tmp_path / "step-2" / "state.json")
+    (tmp_path / "step-3.partial").mkdir()
+    before = sorted(path.name for path in tmp_path.iterdir())
+    assert checkpointer.newest(tidy=False) == tmp_path / "step-1"
+    assert "step-2 is damaged: state.json cannot be read" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert checkpointer.newest() == tmp_path / "step-1"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2.corrupt"]
+
+
 def test_every_byte_counts(tmp_path):
     """Any flipped bit of a checkpoint is found."""
     checkpointer = Checkpointer(tmp_path)
