@@ -23,6 +23,7 @@ from lean_trl.data.report import describe
 from lean_trl.data.sources import Source, resolve_sources
 from lean_trl.data.stream import RowStream, StreamFeed
 from lean_trl.data.tokenizer import Tokenizer
+from lean_trl.losses.kto import NEEDS_KL
 from lean_trl.types import Batch
 
 # Items of an evaluation window. Statistics of a window must depend on neither micro_batch_size nor
@@ -74,7 +75,7 @@ class Feed:
     def __iter__(self) -> Iterator[Window]:
         for items in self.schedule.windows(self._next):
             mine = cut_window(items, self.items.table, self.cut)[self.rank]
-            others = self._others(items)
+            others = self._others(items) if self._mismatch else {}
             window = Window(
                 [self._batch(chunk, others) for chunk in mine],
                 self.items.table.totals(items),
@@ -84,30 +85,34 @@ class Feed:
             yield window
 
     def _others(self, items: np.ndarray) -> dict[int, int]:
-        """Whose completion each item of a window is given: that of the one before it. An item alone
-        in its window gets that of the next row, or nothing would be mismatched.
+        """Whose completion each sequence of a window is given: that of the one before it.
+
+        A sequence alone in its window gets that of the next one, or nothing would be mismatched.
         """
-        before = np.roll(items, 1) if len(items) > 1 else (items + 1) % len(self.items)
-        return dict(zip(items.tolist(), before.tolist(), strict=True))
+        mine = np.array(self._sequences(items))
+        before = np.roll(mine, 1) if len(mine) > 1 else (mine + 1) % len(self.items.store)
+        return dict(zip(mine.tolist(), before.tolist(), strict=True))
+
+    def _sequences(self, items: np.ndarray) -> list[int]:
+        offsets = self.items.offsets
+        return [s for i in items for s in range(offsets[i], offsets[i + 1])]
 
     def _batch(self, items: np.ndarray, others: Mapping[int, int]) -> Batch:
         if not len(items):
             return filler_batch(mismatched=self._mismatch)
-        store, offsets = self.items.store, self.items.offsets
+        store, sequences = self.items.store, self._sequences(items)
         self._reading = items
-        examples = [store[s] for i in items for s in range(offsets[i], offsets[i + 1])]
-        batch = build_batch(examples, **self._layout)
+        batch = build_batch([store[s] for s in sequences], **self._layout)
         if not self._mismatch:
             return batch
         swapped = [
-            swap_completion(store[i], store[others[i]], self._max_length) for i in items.tolist()
+            swap_completion(store[s], store[others[s]], self._max_length) for s in sequences
         ]
         return replace(batch, mismatched=build_batch(swapped, **self._layout))
 
     def reading(self) -> list[tuple[str, int]]:
         """(file, row) of the rows that were read last: where a failure to read them lies."""
-        store, offsets = self.items.store, self.items.offsets
-        rows = [s for i in self._reading for s in range(offsets[i], offsets[i + 1])]
+        store, rows = self.items.store, self._sequences(self._reading)
         return [(store.files[store.file[s]], int(store.row[s])) for s in rows]
 
     def state_dict(self) -> dict[str, Any]:
@@ -219,6 +224,7 @@ def _open_stream(
         window_size=units_per_step(train, world_size),
         steps=train.max_steps,
         rank=rank,
+        mismatch=_mismatches(config, kind),
         max_length=data.max_length,
         keep_end=data.truncation_mode == "keep_end",
         drop_overlong=data.overlong == "drop",
@@ -242,9 +248,14 @@ def _options(config: Config, kind: str, rank: int) -> dict[str, Any]:
     return {
         "rank": rank,
         "layout": _layout(config.data),
-        "mismatch": kind == "unpaired",
+        "mismatch": _mismatches(config, kind),
         "max_length": config.data.max_length,
     }
+
+
+def _mismatches(config: Config, kind: str) -> bool:
+    """Whether the loss reads completions put after prompts that they do not answer."""
+    return kind == "unpaired" and config.loss.loss_type in NEEDS_KL
 
 
 def _prepare(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lean_trl import builtin
+from lean_trl.data.rows import COMPRESSED, FORMATS
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -61,7 +62,9 @@ def resolve_dataset(
     local = Path(path)
     if local.exists():
         return local
-    return _snapshot(str(path), revision, "dataset", None)
+    # Not what else lies there (pictures, checkpoints, the same rows as scripts).
+    patterns = [f"*{form}{packed}" for form in FORMATS for packed in ("", *COMPRESSED, ".zst")]
+    return _snapshot(str(path), revision, "dataset", patterns)
 
 
 def cache_folder(path: str | Path | None = None) -> Path:
@@ -75,7 +78,7 @@ def cache_folder(path: str | Path | None = None) -> Path:
     return Path(HF_HOME) / "lean_trl"
 
 
-def _snapshot(repo_id: str, revision: str | None, kind: str, patterns: list[str] | None) -> Path:
+def _snapshot(repo_id: str, revision: str | None, kind: str, patterns: list[str]) -> Path:
     # Imported here: the client costs 0.3 s and most runs read local files.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

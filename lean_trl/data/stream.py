@@ -129,6 +129,7 @@ class StreamFeed:
         window_size: int,
         steps: int,
         rank: int,
+        mismatch: bool,
         max_length: int | None,
         keep_end: bool,
         drop_overlong: bool,
@@ -136,7 +137,7 @@ class StreamFeed:
     ) -> None:
         self.steps, self.drops = steps, Drops()
         self._stream, self._cut, self._rank = stream, cut, rank
-        self._kind = reading.kind
+        self._kind, self._mismatch = reading.kind, mismatch
         self._reader, self._encoder = Reader(reading, tokenizer), Encoder(tokenizer)
         self._window_size, self._layout = window_size, dict(layout)
         self._max_length, self._keep_end, self._drop_overlong = max_length, keep_end, drop_overlong
@@ -200,7 +201,7 @@ class StreamFeed:
 
     def _window(self, rows: Sequence[RawRow]) -> Window:
         mine = slice(self._rank, None, self._cut.world_size)
-        if self._kind == "unpaired":  # completions go round the whole window: every rank reads it
+        if self._mismatch:  # completions go round the whole window: every rank reads it
             items = self._items(rows)
             batches = self._batches(items[mine], [*items[-1:], *items[:-1]][mine])
         else:
@@ -208,8 +209,7 @@ class StreamFeed:
         counts = [sum(batch.totals[unit] for batch in batches) for unit in UNITS]
         everyone = self._gather([*counts, len(batches)])
         fill = int(everyone[:, -1].max()) - len(batches)
-        mismatch = self._kind == "unpaired"
-        batches += [filler_batch(mismatched=mismatch) for _ in range(fill)]
+        batches += [filler_batch(mismatched=self._mismatch) for _ in range(fill)]
         totals = dict(zip(UNITS, everyone[:, :-1].sum(0).tolist(), strict=True))
         return Window(batches, totals, self._epoch + self._stream.share(self._block))
 

@@ -424,6 +424,20 @@ def test_statistics_of_an_evaluation_depend_on_no_batch_size(
     assert sorted(swapped) == [[7, 11, 2], [8, 7, 2], [9, 8, 2], [10, 9, 2], [11, 10, 2]]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_loss_without_kl_gets_no_other_completions(
+    tok: Tokenizer, tmp_path: Path, cache: Path, streaming: bool
+) -> None:
+    rows = [{"prompt": p, "completion": p, "label": True} for p in "abc"]
+    path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+    train = {"micro_batch_size": 2, "max_steps": 1}
+    config = settings(cache, {"path": path, "streaming": streaming}, train, "kto")
+    for loss_type, mismatched in (("kto", True), ("apo_zero_unpaired", False)):
+        loss = replace(config.loss, loss_type=loss_type)
+        (window,) = open_feeds(replace(config, loss=loss), tok, "unpaired")[0]
+        assert {b.mismatched is not None for b in window.batches} == {mismatched}
+
+
 def test_a_row_alone_in_its_window_gets_the_completion_of_another(
     tok: Tokenizer, tmp_path: Path, cache: Path
 ) -> None:

@@ -97,6 +97,7 @@ def test_a_dataset_by_its_id(revision: str | None) -> None:
     folder = resolve_dataset("someone/rows", revision)
     (file,) = find_files(folder, "train")
     assert list(read_rows(file)) == [{"text": "a"}] and COMMIT in str(folder)
+    assert not (folder / "README.md").exists()  # rows alone are fetched
 
 
 @pytest.mark.usefixtures("hub")
