@@ -120,6 +120,9 @@ class Reader:
         extra = row.get("chat_template_kwargs") or {}
         if not isinstance(extra, dict):
             raise RowError("chat_template_kwargs is not a map")
+        for name in ("messages", "add_generation_prompt"):
+            if name in extra:
+                raise RowError(f"chat_template_kwargs has {name}, which is set for each row anyway")
         return {"tools": read_tools(row.get("tools")), **extra}
 
 
@@ -133,7 +136,10 @@ def read_text(value: Any, name: str) -> str:
 
 def read_ids(row: Row, name: str, least: int = 0) -> np.ndarray:
     """int32 [n], n >= 1: a column of token ids, labels or flags, none below `least`."""
-    array = np.asarray(row[name])
+    try:
+        array = np.asarray(row[name])
+    except (ValueError, OverflowError) as error:  # lists of different lengths
+        raise RowError(f"{name} is not a list of ints") from error
     if array.ndim != 1 or (len(array) and array.dtype.kind not in "iub"):
         raise RowError(f"{name} is not a list of ints")
     if len(array) == 0:

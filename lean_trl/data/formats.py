@@ -215,8 +215,8 @@ def _margin(row: Row) -> float:
 
 
 def _flag(value: Any, name: str) -> bool:
-    """A bool, also as csv files write it."""
-    known = {"true": True, "false": False, "1": True, "0": False}
+    """A bool, also as csv files write it, or as a column of numbers with gaps holds it (1.0)."""
+    known = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
     key = str(value).lower()
     if key not in known:
         raise RowError(f"{name} is {value!r:.40}, expected true or false")

@@ -40,14 +40,15 @@ def read_messages(value: Any, field: str) -> list[dict[str, Any]]:
 
 def _read_message(message: dict[str, Any], field: str) -> dict[str, Any]:
     if "from" in message and "role" not in message:
-        message = {**message, "role": SHAREGPT_ROLES.get(message["from"], message["from"]),
-                   "content": message.get("value")}  # fmt: skip
+        role = message["from"]
+        role = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
+        message = {**message, "role": role, "content": message.get("value")}
         message.pop("from")
         message.pop("value", None)
     role = message.get("role")
     if role is None:
         raise RowError(f"{_any(field)} has no role")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise RowError(f"{_any(field)} has the unknown role {role!r:.40}")
     kept = {key: item for key, item in message.items() if item is not None}
     kept["content"] = _read_content(message.get("content"), _any(field))
@@ -73,7 +74,9 @@ def _read_content(content: Any, field: str) -> str:
         if isinstance(part, str):
             texts.append(part)
         elif isinstance(part, dict) and part.get("type", "text") == "text" and "text" in part:
-            texts.append(part["text"])
+            if not isinstance(part["text"], str | None):
+                raise RowError(f"content of {field} has a text part that is no text")
+            texts.append(part["text"] or "")
         else:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise RowError(

@@ -33,6 +33,7 @@ from lean_trl.data.store import Store, StoreWriter, load_store
 from lean_trl.data.tokenizer import Tokenizer
 
 BLOCK = 2048  # rows encoded at a time: enough for all cores, little memory
+REASONS = 20  # for dropping rows, that a report shows
 VERSION = 2  # of the cache; raise it when the same rows would give other tokens
 
 
@@ -53,12 +54,17 @@ class Drops:
         return Drops(dict(self.count), dict(self.first))
 
     def lines(self, rows: int) -> list[str]:
-        """One line for each reason."""
-        return [
+        """One line for each reason, the most frequent ones."""
+        frequent = sorted(self.count.items(), key=lambda item: -item[1])
+        lines = [
             f"{count} of {rows} rows dropped: {reason} "
             f"(first: {self.first[reason][0]}, row {self.first[reason][1]})"
-            for reason, count in self.count.items()
+            for reason, count in frequent[:REASONS]
         ]
+        # Reasons may quote values: a column of numbers would give as many as there are rows.
+        if more := sum(count for _, count in frequent[REASONS:]):
+            lines.append(f"{more} of {rows} rows dropped for other reasons")
+        return lines
 
 
 @dataclass

@@ -286,7 +286,7 @@ def test_unpaired(tok: Tokenizer, tmp_path: Path) -> None:
         {"prompt": "a", "completion": "b", "label": True},
         {"prompt": "a", "completion": "c", "label": "false"},
         {"prompt": "a", "chosen": "d", "rejected": "e"},
-        {"prompt_ids": [7], "completion_ids": [8], "label": 1},
+        {"prompt_ids": [7], "completion_ids": [8], "label": 1.0},
         {"prompt": "a", "completion": "c", "label": "maybe"},
     ]
     got = read(rows, tok, tmp_path, "unpaired")
@@ -371,6 +371,34 @@ def test_odd_rows(tok: Tokenizer, tmp_path: Path) -> None:
     }
     assert got.rows == len(rows) and sum(got.drops.count.values()) == len(rows) - len(kept)
     assert min(got.store.lengths) >= 1
+
+
+def test_hostile_rows_are_dropped_and_named(tok: Tokenizer, tmp_path: Path) -> None:
+    answer = {"role": "assistant", "content": "b"}
+
+    def asks(content: Any, role: Any = "user", **more: Any) -> dict[str, Any]:
+        return {"messages": [{"role": role, "content": content}, answer], **more}
+
+    rows: list[dict[str, Any]] = [
+        asks([{"type": "text", "text": 5}]),
+        asks("a", role=["user"]),
+        {"conversations": [{"from": {"x": 1}, "value": "a"}]},
+        asks("a", chat_template_kwargs={"messages": []}),
+        asks("a", chat_template_kwargs={"add_generation_prompt": True}),
+        {"input_ids": [[1], [1, 2]]},
+        {"input_ids": [1, 10**30]},
+        asks([{"type": "text", "text": None}, {"type": "text", "text": "a"}]),
+    ]
+    got = read(rows, tok, tmp_path)
+    assert tokens(got) == [[U, 7, END, A, 8, END]]  # null is empty
+    assert got.drops.count == {
+        "content of messages[*] has a text part that is no text": 1,
+        "messages[*] has the unknown role ['user']": 1,
+        "conversations[*] has the unknown role {'x': 1}": 1,
+        "chat_template_kwargs has messages, which is set for each row anyway": 1,
+        "chat_template_kwargs has add_generation_prompt, which is set for each row anyway": 1,
+        "input_ids is not a list of ints": 2,
+    }
 
 
 def test_ids_that_do_not_fit_are_no_other_ids(tok: Tokenizer, tmp_path: Path) -> None:

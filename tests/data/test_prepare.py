@@ -47,6 +47,16 @@ def test_the_second_time_reads_the_cache(
     assert second.store.source.tolist() == [0, 0, 0]
 
 
+def test_a_report_stays_short_however_many_reasons_there_are() -> None:
+    drops = module.Drops()
+    for row in range(1000):
+        drops.add(f"label is {row / 7}", ("a.jsonl", row))
+    drops.add("text is empty", ("a.jsonl", 5), 3)
+    lines = drops.lines(2000)
+    assert len(lines) == 21 and lines[0].startswith("3 of 2000 rows dropped: text is empty")
+    assert lines[-1] == "981 of 2000 rows dropped for other reasons"
+
+
 def test_what_the_fingerprint_depends_on(tok: Tokenizer, source: Source, tmp_path: Path) -> None:
     def other(folder: str, **options: object) -> Tokenizer:
         return load_tokenizer(write_tokenizer(tmp_path / folder, **options))  # type: ignore[arg-type]
