@@ -17,7 +17,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lean_trl.loss_config import LossConfig, loss_contradictions
-from lean_trl.memory_config import MemoryConfig, memory_contradictions
+from lean_trl.memory_config import (
+    MemoryConfig,
+    in_backward_contradictions,
+    memory_contradictions,
+)
 from lean_trl.peft_config import PeftConfig, peft_contradictions
 from lean_trl.recipe import SettingsError, read_recipe, to_yaml, with_overrides
 from lean_trl.rollout_config import ONLINE, RolloutConfig, rollout_contradictions
@@ -232,6 +236,12 @@ def _contradictions(config: Config) -> Iterator[str]:
     yield from _online_contradictions(config)
     yield from _data_contradictions(data)
     yield from memory_contradictions(config.memory)
+    yield from in_backward_contradictions(
+        config.memory,
+        micro_batches=_micro_batches(train),
+        micro_batch_size=train.micro_batch_size,
+        max_grad_norm=train.max_grad_norm,
+    )
     yield from peft_contradictions(config.peft, config.loss, config.model.ref_path)
     if model.ref_path and config.method in ("sft", "reward"):
         yield f"model.ref_path has no effect on method {config.method}: leave it out"
@@ -313,6 +323,15 @@ def _online_contradictions(config: Config) -> Iterator[str]:
     for key, value in wanted.items():
         if value:
             yield f"{key} has no effect on method {config.method}: leave it out"
+
+
+def _micro_batches(train: TrainConfig) -> int | None:
+    """Of one step on one rank, as far as settings tell; None: it depends on the rows."""
+    if train.max_tokens_per_micro_batch:
+        return None
+    if train.gradient_accumulation_steps:
+        return train.gradient_accumulation_steps
+    return -(-(train.batch_size or 1) // train.micro_batch_size)
 
 
 def units_per_step(train: TrainConfig, world_size: int) -> int:

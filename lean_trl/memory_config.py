@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from lean_trl.settings import Count, Index, Positive, Share, setting
 
@@ -28,6 +29,14 @@ class OffloadingConfig:
 
 
 @dataclass(frozen=True)
+class InBackwardConfig:
+    clip: Literal["two_passes", "previous_norm"] | None = setting(
+        None,
+        "two_passes: exact, at twice the cost; previous_norm: by the step before's; null: none",
+    )
+
+
+@dataclass(frozen=True)
 class MemoryConfig:
     activation_checkpointing: bool = setting(True, "recompute each block in the backward")
     activation_checkpointing_kwargs: CheckpointingConfig = field(
@@ -40,6 +49,7 @@ class MemoryConfig:
     cpu_offload: bool = setting(
         False, "keep parameters, gradients and optimizer state in CPU memory; the update runs there"
     )
+    optimizer_in_backward: InBackwardConfig | None = None
     expandable_segments: bool | None = setting(
         None, "GPU: memory segments that grow, against fragmentation; null: where there is one"
     )
@@ -63,3 +73,33 @@ def memory_contradictions(memory: MemoryConfig) -> Iterator[str]:
             "memory.activation_checkpointing_kwargs: budget and every both say which blocks run "
             "again: leave one of them out"
         )
+
+
+def in_backward_contradictions(
+    memory: MemoryConfig,
+    *,
+    micro_batches: int | None,
+    micro_batch_size: int,
+    max_grad_norm: float | None,
+) -> Iterator[str]:
+    """What an update inside backward cannot have. micro_batches: of a step; None: not fixed."""
+    options = memory.optimizer_in_backward
+    if options is None:
+        return
+    if micro_batches != 1:
+        instead = (
+            "leave out train.max_tokens_per_micro_batch"
+            if micro_batches is None
+            else f"set train.micro_batch_size {micro_batch_size * micro_batches}"
+        )
+        yield (
+            "memory.optimizer_in_backward steps in every backward, so a step is one micro-batch: "
+            f"{instead}"
+        )
+    if max_grad_norm and options.clip is None:
+        yield (
+            "memory.optimizer_in_backward does not know the global norm before it steps: set "
+            "train.max_grad_norm null, or its clip to two_passes (exact) or previous_norm"
+        )
+    if options.clip and not max_grad_norm:
+        yield "memory.optimizer_in_backward.clip has no effect without train.max_grad_norm"

@@ -33,6 +33,7 @@ FLOORS = {
     "lean_trl.train.distributed": 1,
     "lean_trl.train.muon": 1,
     "lean_trl.train.gather": 1,
+    "lean_trl.train.in_backward": 1,
     "lean_trl.train.log": 1,
     "lean_trl.train.metrics": 1,
     "lean_trl.train.progress": 1,

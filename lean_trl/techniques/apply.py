@@ -16,6 +16,7 @@ from lean_trl.model.decoder import CausalLM
 from lean_trl.techniques.adapters import Adapters
 from lean_trl.techniques.allocator import Allocator
 from lean_trl.techniques.checkpointing import ActivationCheckpointing
+from lean_trl.techniques.in_backward import OptimizerInBackward
 from lean_trl.techniques.offload import ActivationOffloading
 from lean_trl.techniques.optimizer_state import OptimizerState
 from lean_trl.techniques.padding import PaddingFree
@@ -32,6 +33,7 @@ TECHNIQUES: tuple[type[Technique], ...] = (
     ActivationOffloading,
     Sharding,
     OptimizerState,
+    OptimizerInBackward,
 )
 
 

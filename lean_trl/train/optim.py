@@ -9,9 +9,11 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from lean_trl.config import TrainConfig
+from lean_trl.memory_config import InBackwardConfig
 from lean_trl.train.adafactor import Adafactor
 from lean_trl.train.compact import CODECS
 from lean_trl.train.compact_adamw import CompactAdamW
+from lean_trl.train.in_backward import InBackward
 from lean_trl.train.muon import Muon
 
 Groups = list[dict[str, Any]]
@@ -68,10 +70,20 @@ OPTIMIZERS: dict[str, Callable[[Groups, TrainConfig, nn.Module], Optimizer]] = {
 }
 
 
-def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """The optimizer of the settings over the model's trained parameters."""
-    groups = parameter_groups(model, config.weight_decay)
-    return OPTIMIZERS[config.optimizer](groups, config, model)
+def build_optimizer(
+    model: nn.Module, config: TrainConfig, in_backward: InBackwardConfig | None = None
+) -> Optimizer:
+    """The optimizer of the settings over the model's trained parameters.
+
+    in_backward: one for each parameter, which steps inside backward (train/in_backward.py).
+    """
+    groups, make = parameter_groups(model, config.weight_decay), OPTIMIZERS[config.optimizer]
+    if in_backward is None:
+        return make(groups, config, model)
+    alone = [{**group, "params": [p]} for group in groups for p in group["params"]]
+    return InBackward(
+        {group["params"][0]: make([group], config, model) for group in alone}, in_backward.clip
+    )
 
 
 def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:

@@ -120,7 +120,7 @@ def set_up(config: Config, world: World) -> Run:
         tokenizer=tokenizer,
         model=model,
         method=with_router_loss(method, config.loss, model.config),
-        optimizer=build_optimizer(model, config.train),
+        optimizer=build_optimizer(model, config.train, config.memory.optimizer_in_backward),
         around=around,
         train_feed=train_feed,
         eval_feed=eval_feed,

@@ -20,6 +20,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from lean_trl.train.distributed import compute_device, sum_gradients
+from lean_trl.train.in_backward import InBackward
 from lean_trl.train.metrics import Meter
 from lean_trl.types import UNITS, Batch, LossTerms, Method, Metric, Scores, StepReport, Totals
 
@@ -52,26 +53,39 @@ def train_step(
     batches = [batch.to(device) for batch in window]
     if method.window_statistics is not None:
         batches = _with_statistics(model, batches, method, group, meter)
-    for batch in batches:
-        with around():
-            scores = model(batch, method.want)
-            objective = method.objective(scores, batch)
-            loss = reduce_terms(objective, totals)
-            loss.backward()
-        # A vector of all-zero weights must not reach the log as a number: each metric brings its
-        # own weights.
-        meter.add({"loss": Metric(loss.reshape(1), how="sum"), **objective.metrics})
-        meter.add_host(
-            "padding_fraction", 1 - batch.num_real_tokens / batch.num_tokens, batch.num_tokens
-        )
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    sum_gradients(parameters, group)
-    grad_norm = clip_gradients(parameters, max_grad_norm)
-    if totals[method.unit] > 0:
-        optimizer.step()
+
+    def backward(last: bool = True) -> None:
+        for batch in batches:
+            with around():
+                scores = model(batch, method.want)
+                objective = method.objective(scores, batch)
+                loss = reduce_terms(objective, totals)
+                loss.backward()
+            if last:
+                _log(meter, batch, loss, objective)
+
+    learns = totals[method.unit] > 0
+    if isinstance(optimizer, InBackward):
+        assert len(batches) == 1, "an optimizer in backward steps at every micro-batch"
+        grad_norm = optimizer.run(backward, max_grad_norm, learns)
+    else:
+        backward()
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        sum_gradients(parameters, group)
+        grad_norm = clip_gradients(parameters, max_grad_norm)
+        if learns:
+            optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     metrics = meter.reduce(group)
     return StepReport(metrics.pop("loss"), grad_norm, metrics)
+
+
+def _log(meter: Meter, batch: Batch, loss: Tensor, objective: LossTerms) -> None:
+    # A vector of all-zero weights must not reach the log as a number: each metric brings its own
+    # weights.
+    meter.add({"loss": Metric(loss.reshape(1), how="sum"), **objective.metrics})
+    padding = 1 - batch.num_real_tokens / batch.num_tokens
+    meter.add_host("padding_fraction", padding, batch.num_tokens)
 
 
 def reduce_terms(objective: LossTerms, totals: Totals) -> Tensor:

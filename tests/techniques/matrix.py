@@ -34,6 +34,7 @@ MODES = ("full", "lora")
 LORA = {"target_modules": "all-linear", "r": 4}
 
 
+IN_BACKWARD = "optimizer_in_backward"
 CHECKPOINTING = "memory.activation_checkpointing"
 OFFLOADING = "memory.activation_offloading"
 # Options of techniques, each with what it is an option of.
@@ -172,7 +173,8 @@ class Keep(Optimizer):
 class Result:
     loss: float
     grad_norm: float
-    grads: dict[str, torch.Tensor]
+    grads: dict[str, torch.Tensor]  # empty when they are gone before the step
+    weights: dict[str, torch.Tensor]  # after the step
 
 
 def make_model(config: Config):
@@ -190,13 +192,14 @@ def fill_adapters(model) -> None:
             rows.copy_(whole[first : first + len(rows)])
 
 
-def run(method_name: str, mode: str, chosen: list[Switch], world=None) -> Result:
-    """One step of the method with the chosen techniques."""
+def run(method_name: str, mode: str, chosen: list[Switch], world=None, batches=2) -> Result:
+    """One step of the method with the chosen techniques over so many micro-batches."""
     from lean_trl.train.optim import build_optimizer
 
     config = settings(method_name, mode, chosen)
     method = METHODS[method_name].bind(config.loss)
-    batches = window(method_name, config)
+    in_backward = config.memory.optimizer_in_backward
+    batches = window(method_name, config)[:batches]
     totals = count_totals(batches)
     if method.reference:
         reference = freeze(new_model(RAW | {"num_hidden_layers": 3}, 1))
@@ -206,7 +209,9 @@ def run(method_name: str, mode: str, chosen: list[Switch], world=None) -> Result
     model = make_model(config)
     around = apply_techniques(model, config)
     fill_adapters(model)
-    optimizer = Keep(build_optimizer(model, config.train))
+    optimizer = build_optimizer(model, config.train, in_backward)
+    if in_backward is None:
+        optimizer = Keep(optimizer)
     report = train_step(
         model,
         batches,
@@ -217,20 +222,25 @@ def run(method_name: str, mode: str, chosen: list[Switch], world=None) -> Result
         around=around,
         group=None if world is None else world.group,
     )
-    grads = {n: optimizer.grads[p] for n, p in model.named_parameters() if p in optimizer.grads}
-    return Result(report.loss.item(), report.grad_norm.item(), grads)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    kept = {} if in_backward else optimizer.grads
+    grads = {name: kept[p] for name, p in trained.items() if p in kept}
+    weights = {name: p.detach() for name, p in trained.items()}
+    return Result(report.loss.item(), report.grad_norm.item(), grads, weights)
 
 
 @cache
-def baseline(method: str, mode: str) -> Result:
+def baseline(method: str, mode: str, batches: int = 2) -> Result:
     """The step with no technique at all."""
-    return run(method, mode, [])
+    return run(method, mode, [], batches=batches)
 
 
 def run_cell(cell: Cell) -> list[Result]:
     """The cell's step, once a rank."""
     table = switches()
     chosen = [table[cell.row]] if cell.row in table else everything()
+    if cell.row == IN_BACKWARD:
+        return [run(cell.method, cell.mode, chosen, batches=1)]
     if max(switch.ranks for switch in chosen) == 1:
         return [run(cell.method, cell.mode, chosen)]
     return on_ranks(2, lambda world: run(cell.method, cell.mode, chosen, world))
@@ -238,7 +248,8 @@ def run_cell(cell: Cell) -> list[Result]:
 
 def everything() -> list[Switch]:
     """All techniques that go together here; the last one of each setting wins."""
-    without = {variant.name for variant in VARIANTS} - {"selective"}
+    # The step has two micro-batches, on a rank each; an optimizer in backward knows one.
+    without = {variant.name for variant in VARIANTS} - {"selective"} | {IN_BACKWARD}
     chosen = [switch for name, switch in switches().items() if name not in without]
     return [switch for switch in chosen if not_applicable(switch) is None]
 
