@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -109,7 +110,7 @@ class PeakTracker(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its parts come here one by one
         kwargs = kwargs or {}
-        if func.namespace in KERNELS or self.device_type == "meta":
+        if func.namespace in KERNELS or detect_fake_mode((args, kwargs)) is not None:
             out = func(*args, **kwargs)
         else:
             key = torch._C._dispatch_key_parse(self.device_type.upper())
