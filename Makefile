@@ -3,17 +3,19 @@
 #   make train                                          the built-in example: a tiny model learns arithmetic
 #   make train ARGS="recipes/smollm2_gsm8k.yaml"        any recipe, with any --section.key value behind it
 #   make train NPROC=2                                  on two processes (one per GPU where there are GPUs)
-#   make test                                           the tests, in minutes
+#   make test                                           the tests, in minutes (JOBS=2 of them at a time)
 #   make test-all                                       and those marked slow, root or gpu
 
 PYTHON ?= python3
 VENV ?= .venv
 NPROC ?= 1
+JOBS ?= 2
 ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-PYTEST := $(BIN)/python -m pytest
+# A file's tests share set-up, so they stay in one process.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 .PHONY: train test test-slow test-all lint format clean
 
