@@ -44,8 +44,10 @@ class Items:
         """What planning has to know."""
         lengths, scored, first = self.store.lengths, self.store.count_scored(), self.offsets[:-1]
         sequences = np.diff(self.offsets)
-        pairs = sequences // 2 if self.store.paired else np.zeros_like(sequences)
-        chosen = scored[first] if self.store.paired else np.zeros_like(sequences)
+        pairs, chosen = np.zeros_like(sequences), np.zeros_like(sequences)
+        if self.store.paired:
+            pairs = sequences // 2
+            chosen = np.add.reduceat(np.where(np.arange(len(scored)) % 2, 0, scored), first)
         counts = {
             "tokens": np.add.reduceat(scored, first),
             "processed": np.add.reduceat(lengths, first),
@@ -63,11 +65,10 @@ def make_items(prepared: Prepared, data: DataConfig, kind: str, *, packing: bool
 
     Raises ValueError when nothing is left, or for settings that do not fit the kind.
     """
-    if packing and kind != "sft":
+    if packing and kind != "sft" and data.packing_strategy != "bfd":
         raise ValueError(
-            f"data.packing is for supervised fine-tuning, not for {kind} rows: they run "
-            f"padding-free, "
-            f"and train.max_tokens_per_micro_batch fills micro-batches"
+            f"data.packing_strategy {data.packing_strategy} cuts rows into pieces, but the loss of "
+            f"{kind} rows is of whole completions: set it bfd"
         )
     if packing and data.max_length is None:
         raise ValueError("data.packing needs data.max_length, the size of a bin")
@@ -82,8 +83,8 @@ def make_items(prepared: Prepared, data: DataConfig, kind: str, *, packing: bool
         before = int(store.lengths.sum())
         store, offsets, empty_bins = _pack(store, data)
         cut += before - int(store.lengths.sum()) if data.packing_strategy == "bfd_split" else 0
-        sizes = store.lengths.sum()
-        fill = float(sizes / max((len(offsets) - 1) * (data.max_length or 1), 1))
+        space = (len(offsets) - 1) * bin_size(store, data)
+        fill = float(store.lengths.sum() / max(space, 1))
     if len(offsets) < 2:
         lines = "\n  ".join(drops.lines(prepared.rows))
         raise ValueError(f"no row has anything to train on:\n  {lines}")
@@ -122,12 +123,23 @@ def _keep(store: Store, good: np.ndarray, drops: Drops, reason: str) -> Store:
     return store.select(good)
 
 
+def bin_size(store: Store, data: DataConfig) -> int:
+    """Tokens that a bin has room for: max_length for each sequence of an item.
+
+    So a pair always fits: packing cuts and drops nothing that is kept without it.
+    """
+    assert data.max_length is not None
+    return data.max_length * store.per_item
+
+
 def _pack(store: Store, data: DataConfig) -> tuple[Store, np.ndarray, int]:
     """(segments in the order of their bins, bin offsets, bins dropped as none of them is scored).
 
     Sources do not share bins.
     """
     assert data.max_length is not None
+    if store.paired:
+        return *_pack_pairs(store, bin_size(store, data)), 0
     if data.packing_strategy == "bfd_split":
         document, start, length = fragments(store.lengths, data.max_length)
         start = store.start[document] + start
@@ -152,6 +164,21 @@ def _pack(store: Store, data: DataConfig) -> tuple[Store, np.ndarray, int]:
         counts = np.ones_like(counts)
     learns = np.add.reduceat(packed.count_scored(), _offsets(counts)[:-1]) > 0
     return packed.select(np.repeat(learns, counts)), _offsets(counts[learns]), int((~learns).sum())
+
+
+def _pack_pairs(store: Store, size: int) -> tuple[Store, np.ndarray]:
+    """(pairs in the order of their bins, bin offsets): a pair is one document of both lengths."""
+    lengths = store.lengths[0::2] + store.lengths[1::2]
+    source = store.source[0::2]
+    pairs, counts = [], []
+    for number in np.unique(source):
+        mine = np.flatnonzero(source == number)
+        packing = pack(lengths[mine], size)
+        pairs.append(mine[packing.document])
+        counts.append(np.diff(packing.bin_offsets))
+    order = np.concatenate(pairs)
+    sequences = np.stack([2 * order, 2 * order + 1], axis=1).reshape(-1)
+    return store.select(sequences), _offsets(2 * np.concatenate(counts))
 
 
 def _offsets(counts: np.ndarray) -> np.ndarray:

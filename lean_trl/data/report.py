@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from lean_trl.config import DataConfig, TrainConfig
-from lean_trl.data.items import Items
+from lean_trl.data.items import Items, bin_size
 from lean_trl.data.plan import Mixture
 from lean_trl.data.sources import Source
 from lean_trl.data.store import Store
@@ -47,8 +47,8 @@ def describe(
         )
     if items.fill is not None:
         lines.append(
-            f"packed into {len(items)} bins of {data.max_length} ({data.packing_strategy}), "
-            f"{items.fill:.2%} filled"
+            f"packed into {len(items)} bins of {bin_size(items.store, data)} "
+            f"({data.packing_strategy}), {items.fill:.2%} filled"
         )
         if items.empty_bins:
             lines.append(f"{items.empty_bins} bins without trainable tokens dropped")

@@ -146,6 +146,7 @@ def _made_from(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
         "template": template,
         "max_length": config.data.max_length,
         "truncation_mode": config.data.truncation_mode,
+        "packing": config.data.packing,  # the order of the log-probs
         "dtype": config.model.dtype,
     }
 

@@ -325,16 +325,11 @@ def test_packed_rows_without_trainable_tokens_are_dropped(
     assert len(wrapped[0].items) == 1 and "2 bins without trainable tokens dropped" in wrapped[2]
 
 
-def test_packing_is_refused_where_it_means_nothing(
-    tok: Tokenizer, tmp_path: Path, cache: Path
-) -> None:
-    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
-    data = {"path": str(rows), "packing": True}
-    with pytest.raises(ValueError, match="supervised fine-tuning"):
-        open_feeds(settings(cache, data, None, "dpo"), tok, "preference")
+def test_bins_need_a_size(tok: Tokenizer, tmp_path: Path, cache: Path) -> None:
     rows = write_jsonl(tmp_path / "text.jsonl", [{"text": "a"}])
+    data = {"path": str(rows), "packing": True, "max_length": None}
     with pytest.raises(ValueError, match="needs data.max_length"):
-        open_feeds(settings(cache, {**data, "path": str(rows), "max_length": None}), tok, "sft")
+        open_feeds(settings(cache, data), tok, "sft")
 
 
 # -- sources --
