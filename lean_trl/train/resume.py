@@ -16,7 +16,13 @@ from lean_trl.techniques.shard import DTYPES
 from lean_trl.train.checkpoint import Checkpointer
 from lean_trl.train.checkpoint_files import read_manifest
 from lean_trl.train.distributed import World
-from lean_trl.train.snapshot import model_tensors, run_tensors, set_generators, tensors_to_load
+from lean_trl.train.snapshot import (
+    model_tensors,
+    run_tensors,
+    set_generators,
+    tensors_to_load,
+    trained_tensors,
+)
 
 if TYPE_CHECKING:
     from lean_trl.train.setup import Run
@@ -132,11 +138,14 @@ def _moving_reference(run: Run) -> dict[str, torch.Tensor]:
 
 
 def dry_run(run: Run) -> None:
-    """Fail before the first step where the first save would. AdamW holds two moments a weight."""
-    weights = model_tensors(run.model).values()
-    trained = (p for p in run.model.parameters() if p.requires_grad)
-    size = sum(w.numel() * w.element_size() for w in weights)
-    run.checkpoints.dry_run(size + sum(2 * p.numel() * p.element_size() for p in trained))
+    """Fail before the first step where the first save would: with what is trained, two moments of
+    it, and a reference that moves.
+    """
+
+    def size(tensors: Mapping[str, torch.Tensor]) -> int:
+        return sum(t.numel() * t.element_size() for t in tensors.values())
+
+    run.checkpoints.dry_run(3 * size(trained_tensors(run.model)) + size(_moving_reference(run)))
 
 
 def export_weights(run: Run) -> dict[str, torch.Tensor]:

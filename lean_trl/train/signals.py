@@ -40,7 +40,8 @@ class Signals:
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # None is a handler that was not set by Python (faulthandler's), and none to hand back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self._asked = max(self._asked, ASKS[signal.Signals(number)])

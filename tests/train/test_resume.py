@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from torch.nn import functional as F
 from lean_trl.config import Config
 from lean_trl.train import loop, setup
 from lean_trl.train.distributed import World
+from lean_trl.train.resume import dry_run
+from lean_trl.train.signals import Signals
 from tests.ranks import on_ranks
 
 from .golden import recorded_config
@@ -347,3 +350,22 @@ def test_one_rank_is_asked_and_all_stop_after_the_same_step(tmp_path, monkeypatc
 
     on_ranks(2, work)
     assert sorted(stopped) == [(0, 3), (1, 3)]
+
+
+def test_frozen_weights_take_no_room_in_a_checkpoint():
+    """A run with adapters must not ask for the disk space of its base model."""
+    model = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.Linear(3, 5, bias=False))
+    model[0].requires_grad_(False)
+    asked = []
+    run = SimpleNamespace(
+        model=model, checkpoints=SimpleNamespace(dry_run=asked.append), config=Config()
+    )
+    dry_run(run)
+    assert asked == [3 * 4 * 15]  # weight and two moments, fp32
+
+
+def test_a_handler_that_python_did_not_set_is_no_trouble():
+    """faulthandler.register and C libraries leave None as the handler before ours."""
+    with Signals() as signals:
+        signals._before[signal.SIGUSR1] = None
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
