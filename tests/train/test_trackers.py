@@ -109,5 +109,6 @@ def test_a_missing_package_is_known_before_the_run(monkeypatch):
 
 def test_off_by_default():
     trackers = Trackers(Config())
+    assert not trackers._open
     trackers.write(1, {"loss": 1.0})
     trackers.close()

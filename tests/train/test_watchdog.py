@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -36,7 +37,7 @@ def test_a_place_in_words():
 
 def test_one_rank_needs_no_watching():
     with Watchdog(World(0, 1, torch.device("cpu"), None)):
-        pass
+        assert "watchdog" not in [thread.name for thread in threading.enumerate()]
 
 
 def steps(fail: dict, timeout_s: float = 60.0, last: int = 4) -> None:
