@@ -139,9 +139,10 @@ def window(method: str, config: Config) -> list:
             scored = np.arange(length) >= 4
             examples.append(Example(rng.integers(1, 60, length), scored, extras, pair=pair))
         batch = build(examples)
-        if method in ("grpo", "rloo"):
+        if method == "grpo":  # rloo's ratio of whole completions would be clipped
             noise = torch.from_numpy(rng.normal(-4, 0.3, batch.num_units)).float()
             batch = batch.with_extras(old_logprobs=noise)
+        if method in ("grpo", "rloo"):
             batch = replace(batch, max_completion_length=16)
         if method == "kto":
             batch = replace(batch, mismatched=build(examples[::-1]))
