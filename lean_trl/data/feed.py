@@ -105,9 +105,7 @@ class Feed:
         batch = build_batch([store[s] for s in sequences], **self._layout)
         if not self._mismatch:
             return batch
-        swapped = [
-            swap_completion(store[s], store[others[s]], self._max_length) for s in sequences
-        ]
+        swapped = [swap_completion(store[s], store[others[s]], self._max_length) for s in sequences]
         return replace(batch, mismatched=build_batch(swapped, **self._layout))
 
     def reading(self) -> list[tuple[str, int]]:
@@ -266,7 +264,7 @@ def _prepare(
         path, split = data.eval_path or data.path, data.eval_split
         if data.eval_path is None and isinstance(path, list):  # their own splits are trained on
             path = [{k: v for k, v in _entry(e).items() if k != "split"} for e in path]
-    sources = resolve_sources(path, split, data.revision, kind)
+    sources = resolve_sources(path, split, data.revision, kind, held_out=held_out)
     return sources, prepare(sources, reading(data, kind), tokenizer, cache_folder(data.cache_dir))
 
 

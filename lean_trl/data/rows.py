@@ -33,13 +33,14 @@ METADATA = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_di
 HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")  # never trained on unasked
 
 
-def find_files(path: Path, split: str | None = None) -> list[Path]:
+def find_files(path: Path, split: str | None = None, *, held_out: bool = False) -> list[Path]:
     """The row files of `path` in order: itself, or those of a folder that belong to `split`
     (default: train).
 
     In a folder a file belongs to a split when its name or a folder on the way has the split's name
     as a word: `data/train-00000-of-00002.parquet`, `test.jsonl.gz`. Where none says train, it is
-    all but those of HELD_OUT. Raises ValueError when there are none.
+    all but those of HELD_OUT. held_out: what a folder gives without `split` is those of HELD_OUT,
+    where there are any. Raises ValueError when there are none.
     """
     if path.is_file():
         if split is not None:
@@ -53,19 +54,28 @@ def find_files(path: Path, split: str | None = None) -> list[Path]:
     files = [
         f
         for f in sorted(path.rglob("*"))
-        if f.is_file() and format_of(f) and f.name not in METADATA
+        if f.is_file()
+        and format_of(f)
+        and f.name not in METADATA
+        # .ipynb_checkpoints and the like hold copies
+        and not any(part.startswith(".") for part in f.relative_to(path).parts)
     ]
     if not files:
         raise ValueError(
             f"{path} holds no files of rows ({', '.join(FORMATS)}, also as .gz .bz2 .xz .zst)"
         )
-    chosen = [f for f in files if _says(split or "train", f.relative_to(path))]
+
+    def saying(*words: str) -> list[Path]:
+        return [f for f in files if any(_says(word, f.relative_to(path)) for word in words)]
+
+    kept_apart = saying(*HELD_OUT)
+    if split is None and held_out and kept_apart:
+        return kept_apart
+    chosen = saying(split or "train")
     if chosen:
         return chosen
     if split is None:
-        return [
-            f for f in files if not any(_says(w, f.relative_to(path)) for w in HELD_OUT)
-        ] or files
+        return [f for f in files if f not in kept_apart] or files
     names = ", ".join(str(f.relative_to(path)) for f in files[:10])
     raise ValueError(f"{path} has no files of split {split!r}; its files: {names}")
 

@@ -25,10 +25,12 @@ def resolve_sources(
     split: str | None,
     revision: str | None,
     kind: str = "sft",
+    *,
+    held_out: bool = False,
 ) -> list[Source]:
     """The sources that `path` names: a file, folder or hub id, or a list of such.
 
-    kind: what rows the built-in data (None) are made into.
+    kind: what rows the built-in data (None) are made into. held_out: as in find_files.
 
     An entry of a list is a path, or a map {path, weight, split, revision}. Raises ValueError for an
     entry that is neither, for weights that only some have, and for weights that are not positive.
@@ -44,7 +46,7 @@ def resolve_sources(
                 f"data.path: {entry!r} is no source: give a path, or {{{', '.join(known)}}}"
             )
         local = resolve_dataset(options["path"], options.get("revision", revision), kind=kind)
-        files = find_files(local, options.get("split", split))
+        files = find_files(local, options.get("split", split), held_out=held_out)
         weight = options.get("weight")
         if weight is not None and (
             isinstance(weight, bool) or not isinstance(weight, int | float) or weight <= 0

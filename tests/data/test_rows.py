@@ -103,7 +103,14 @@ def test_files_of_a_folder_by_split(tmp_path: Path) -> None:
     assert find_files(tmp_path, "main/train") == [tmp_path / "main/train.jsonl"]
     for name in ("main", "socratic"):
         (tmp_path / name / "train.jsonl").unlink()
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    (tmp_path / ".ipynb_checkpoints" / "rows.jsonl").touch()
     assert find_files(tmp_path) == [tmp_path / "rows.jsonl"]  # what is held out is not trained on
+    held_out = [f.name for f in find_files(tmp_path, held_out=True)]
+    assert held_out == ["test-00000-of-00001.parquet", "valid.jsonl"]
+    for name in held_out:
+        next(tmp_path.rglob(name)).unlink()
+    assert find_files(tmp_path, held_out=True) == [tmp_path / "rows.jsonl"]
 
 
 def test_what_is_no_data(tmp_path: Path) -> None:
