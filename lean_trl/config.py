@@ -22,7 +22,12 @@ from lean_trl.memory_config import (
     in_backward_contradictions,
     memory_contradictions,
 )
-from lean_trl.peft_config import PeftConfig, peft_contradictions
+from lean_trl.peft_config import (
+    PeftConfig,
+    QuantizationConfig,
+    peft_contradictions,
+    quantization_contradictions,
+)
 from lean_trl.recipe import SettingsError, read_recipe, to_yaml, with_overrides
 from lean_trl.rollout_config import ONLINE, RolloutConfig, rollout_contradictions
 from lean_trl.settings import (
@@ -215,6 +220,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     peft: PeftConfig | None = None
+    quantization: QuantizationConfig | None = None
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
@@ -242,6 +248,7 @@ def _contradictions(config: Config) -> Iterator[str]:
         micro_batch_size=train.micro_batch_size,
         max_grad_norm=train.max_grad_norm,
     )
+    yield from quantization_contradictions(config.quantization, config.peft)
     yield from peft_contradictions(config.peft, config.loss, config.model.ref_path)
     if model.ref_path and config.method in ("sft", "reward"):
         yield f"model.ref_path has no effect on method {config.method}: leave it out"

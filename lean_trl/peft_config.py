@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from lean_trl.loss_config import LossConfig
 from lean_trl.settings import Count, Fraction, Positive, setting
@@ -32,6 +32,39 @@ class PeftConfig:
     modules_to_save: list[str] | None = setting(None, "modules that are trained whole beside it")
     options: dict[str, Any] | None = setting(None, "any other setting of the method's peft config")
     adapter_path: str | None = setting(None, "go on from the adapter in this folder")
+
+
+@dataclass(frozen=True)
+class QuantizationConfig:
+    """The section's presence stores the frozen base in few bits; it needs peft."""
+
+    load_in_4bit: bool = setting(False, "4 bits a weight, in blocks of 64")
+    load_in_8bit: bool = setting(False, "8 bits a weight, in rows")
+    quant_type: Literal["nf4", "fp4"] = setting("nf4", "values of a 4-bit code")
+    double_quant: bool = setting(False, "4 bits: keep the blocks' scales in 8 bits")
+
+
+def quantization_contradictions(
+    options: QuantizationConfig | None, peft: PeftConfig | None
+) -> Iterator[str]:
+    """What a base in few bits cannot be, or cannot do without."""
+    if options is None:
+        return
+    if options.load_in_4bit == options.load_in_8bit:
+        yield "quantization needs one of load_in_4bit and load_in_8bit"
+    if options.load_in_8bit and options.double_quant:
+        yield "quantization.double_quant is for 4 bits: leave it out"
+    if peft is None:
+        yield "quantization freezes the base, so something else must be trained: set peft"
+    elif isinstance(peft.init_lora_weights, str) and peft.init_lora_weights not in (
+        "gaussian",
+        "eva",
+        "orthogonal",
+    ):
+        yield (
+            f"peft.init_lora_weights {peft.init_lora_weights} takes a part out of the base, which "
+            "quantization has fixed: leave one of them out"
+        )
 
 
 def peft_contradictions(

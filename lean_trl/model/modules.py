@@ -52,7 +52,7 @@ class MLP(nn.Module):
 
 
 class Embedding(nn.Embedding):
-    """Rows of weight [V, D]: an nn.Embedding to adapters, with a gradient that is added in place."""
+    """Rows of weight [V, D]; an nn.Embedding to adapters. Its gradient is added in place."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return embedding(ids, self.weight, grad_into=grad_buffer(self.weight))

@@ -193,7 +193,7 @@ class _Tiles:
         return self._buffers[number, : like.numel()].view_as(like)
 
     def activations(self, r: slice, v: slice, w: Tensor) -> Tensor:
-        """slope * (x w + low up + bias) of a tile, before the softcap; valid until the next call."""
+        """slope * (x w + low up + bias) of a tile, without softcap; valid until the next call."""
         shape = (r.stop - r.start, v.stop - v.start)
         out = self._buffers[0, : shape[0] * shape[1]].view(shape)
         _mm(out, self.x[r], w.t())

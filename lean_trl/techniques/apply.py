@@ -20,6 +20,7 @@ from lean_trl.techniques.in_backward import OptimizerInBackward
 from lean_trl.techniques.offload import ActivationOffloading
 from lean_trl.techniques.optimizer_state import OptimizerState
 from lean_trl.techniques.padding import PaddingFree
+from lean_trl.techniques.quantize import Quantization
 from lean_trl.techniques.shard import Sharding
 from lean_trl.techniques.technique import Evidence, Technique, Trial
 
@@ -28,6 +29,7 @@ T = TypeVar("T", bound=Technique)
 TECHNIQUES: tuple[type[Technique], ...] = (
     Allocator,
     PaddingFree,
+    Quantization,
     Adapters,
     ActivationCheckpointing,
     ActivationOffloading,

@@ -107,7 +107,8 @@ def set_up(config: Config, world: World) -> Run:
         reference = open_reference(config, feeds, tokenizer, world)
     # peft makes adapters from the weights, so those come first, whole.
     device = world.device if config.peft or not needs_mesh(config) else torch.device("meta")
-    model = open_model(config, device)
+    # Quantised layer by layer on its way to the GPU, which never holds the whole base.
+    model = open_model(config, torch.device("cpu") if config.quantization else device)
     around = apply_techniques(model, config)
     if device.type == "meta":
         fill(model, config, torch.device("cpu") if config.memory.cpu_offload else world.device)

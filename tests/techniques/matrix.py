@@ -20,6 +20,7 @@ from lean_trl.data.batch import build_batch
 from lean_trl.model.loader import new_model
 from lean_trl.model.value_head import RewardModel
 from lean_trl.techniques.apply import TECHNIQUES, apply_techniques
+from lean_trl.techniques.quantize import Quantization, QuantizedLinear
 from lean_trl.techniques.technique import Switch
 from lean_trl.train.distributed import local_part
 from lean_trl.train.methods import METHODS
@@ -34,6 +35,7 @@ MODES = ("full", "lora")
 LORA = {"target_modules": "all-linear", "r": 4}
 
 
+QUANTIZED = ("nf4", "int8")
 IN_BACKWARD = "optimizer_in_backward"
 CHECKPOINTING = "memory.activation_checkpointing"
 OFFLOADING = "memory.activation_offloading"
@@ -76,8 +78,9 @@ def cells() -> list[Cell]:
     """All cells, and the row of all exact techniques at once."""
     rows = {name: not_applicable(switch) for name, switch in switches().items()}
     rows["all at once"] = None
+    frozen = "refused: the base is frozen, so something else must be trained"
     return [
-        Cell(row, method, mode, reason)
+        Cell(row, method, mode, frozen if row in QUANTIZED and mode == "full" else reason)
         for row, reason in rows.items()
         for method in METHODS
         for mode in MODES
@@ -95,7 +98,12 @@ def table() -> str:
         ]
         lines.append(f"| {row} | " + " | ".join(marks) + " |")
     tested = sum(cell.reason is None for cell in cells())
-    lines.append(f"\n{tested} cells are tested, {len(cells()) - tested} are n/a without a GPU.")
+    refused = sum("refused" in (cell.reason or "") for cell in cells())
+    rest = len(cells()) - tested - refused
+    lines.append(
+        f"\n{tested} cells are tested, {rest} are n/a without a GPU, {refused} are refused: a "
+        "base in few bits is frozen, so full fine-tuning has nothing to train."
+    )
     return "\n".join(lines)
 
 
@@ -193,8 +201,13 @@ def fill_adapters(model) -> None:
             rows.copy_(whole[first : first + len(rows)])
 
 
-def run(method_name: str, mode: str, chosen: list[Switch], world=None, batches=2) -> Result:
-    """One step of the method with the chosen techniques over so many micro-batches."""
+def run(
+    method_name: str, mode: str, chosen: list[Switch], world=None, batches=2, rounded=None
+) -> Result:
+    """One step of the method with the chosen techniques over so many micro-batches.
+
+    rounded: a row of QUANTIZED, whose values the weights have.
+    """
     from lean_trl.train.optim import build_optimizer
 
     config = settings(method_name, mode, chosen)
@@ -208,6 +221,8 @@ def run(method_name: str, mode: str, chosen: list[Switch], world=None, batches=2
     if world is not None:
         batches = [batches[world.rank]]
     model = make_model(config)
+    if rounded is not None:
+        round_weights(model, settings(method_name, "lora", [switches()[rounded]]))
     around = apply_techniques(model, config)
     fill_adapters(model)
     optimizer = build_optimizer(model, config.train, in_backward)
@@ -231,9 +246,19 @@ def run(method_name: str, mode: str, chosen: list[Switch], world=None, batches=2
 
 
 @cache
-def baseline(method: str, mode: str, batches: int = 2) -> Result:
-    """The step with no technique at all."""
-    return run(method, mode, [], batches=batches)
+def baseline(method: str, mode: str, row: str = "") -> Result:
+    """The step with no technique at all, on what the row's step is about."""
+    batches = 1 if row == IN_BACKWARD else 2
+    return run(method, mode, [], batches=batches, rounded=row if row in QUANTIZED else None)
+
+
+def round_weights(model, config: Config) -> None:
+    """Give the linear layers of the blocks the values that quantisation leaves of them."""
+    other = make_model(config)
+    Quantization(config).on_model(other)
+    for name, layer in other.named_modules():
+        if isinstance(layer, QuantizedLinear):
+            model.get_submodule(name).weight.data.copy_(layer.weight)
 
 
 def run_cell(cell: Cell) -> list[Result]:
@@ -250,7 +275,8 @@ def run_cell(cell: Cell) -> list[Result]:
 def everything() -> list[Switch]:
     """All techniques that go together here; the last one of each setting wins."""
     # The step has two micro-batches, on a rank each; an optimizer in backward knows one.
-    without = {variant.name for variant in VARIANTS} - {"selective"} | {IN_BACKWARD}
+    without = {variant.name for variant in VARIANTS} - {"selective"}
+    without |= {IN_BACKWARD, *QUANTIZED}
     chosen = [switch for name, switch in switches().items() if name not in without]
     return [switch for switch in chosen if not_applicable(switch) is None]
 
