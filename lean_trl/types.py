@@ -281,14 +281,15 @@ class Term:
         return self.coef * values.sum()
 
 
-How = Literal["mean", "sum", "min", "max", "last"]
+How = Literal["mean", "sum", "min", "max", "last", "contrast"]
 
 
 @dataclass(frozen=True)
 class Metric:
     """A number to log, combined over micro-batches and ranks.
 
-    mean is sum(values * weights) / sum(weights).
+    mean is sum(values * weights) / sum(weights); contrast is the mean of those with weights above 0
+    less the mean of those with weights below.
     """
 
     values: Tensor  # [any], detached

@@ -17,6 +17,7 @@ from lean_trl.types import Metric
 # A metric is a row of sums or of maxima until the end of the step; minima are maxima of the negated
 # value.
 _SUMS = ("mean", "sum")
+_LESS = "\0less"  # ends the name of what is subtracted in a contrast
 
 
 class Meter:
@@ -47,13 +48,10 @@ class Meter:
                 torch.ones_like(values) if metric.weights is None else metric.weights.reshape(-1)
             )
             if metric.how in _SUMS:
-                # A weight of 0 leaves out what is not finite too. fp64: a sum over 1e6 fp32 tokens
-                # would lose digits that the log prints.
-                weighted = torch.where(weights == 0, 0.0, values * weights)
-                pair = torch.stack(
-                    [weighted.sum(dtype=torch.float64), weights.sum(dtype=torch.float64)]
-                )
-                self._sums[name] = self._sums[name] + pair if name in self._sums else pair
+                self._sum(name, values, weights)
+            elif metric.how == "contrast":
+                self._sum(name, values, weights.clamp(min=0))
+                self._sum(name + _LESS, values, weights.neg().clamp(min=0))
             else:
                 self._maxima[name] = self._fold(name, metric.how, values, weights)
 
@@ -62,6 +60,13 @@ class Meter:
         assert how in _SUMS and self._how.setdefault(name, how) == how
         total, weights = self._host.get(name, (0.0, 0.0))
         self._host[name] = (total + value * weight, weights + weight)
+
+    def _sum(self, name: str, values: Tensor, weights: Tensor) -> None:
+        # A weight of 0 leaves out what is not finite too. fp64: a sum over 1e6 fp32 tokens would
+        # lose digits that the log prints.
+        weighted = torch.where(weights == 0, 0.0, values * weights)
+        pair = torch.stack([weighted.sum(dtype=torch.float64), weights.sum(dtype=torch.float64)])
+        self._sums[name] = self._sums[name] + pair if name in self._sums else pair
 
     def _fold(self, name: str, how: str, values: Tensor, weights: Tensor) -> Tensor:
         if how == "last":  # a state that all ranks share: the newest micro-batch that has it wins
@@ -89,7 +94,10 @@ class Meter:
             if group is not None:
                 dist.all_reduce(sums, group=group)
             for name, (total, weight) in zip(names, sums, strict=True):
-                result[name] = (total / weight if self._how[name] == "mean" else total).float()
+                result[name] = total if self._how.get(name) == "sum" else total / weight
+            for name in [name for name in names if name.endswith(_LESS)]:
+                result[name.removesuffix(_LESS)] -= result.pop(name)
+            result = {name: value.float() for name, value in result.items()}
         if self._maxima:
             names = sorted(self._maxima)
             maxima = torch.cat([self._maxima[name] for name in names])

@@ -222,6 +222,7 @@ def kto_objective(scores: Scores, batch: Batch, loss: LossConfig) -> LossTerms:
     metrics = {
         "rewards/chosen": Metric(result.rewards, desirable),
         "rewards/rejected": Metric(result.rewards, undesirable),
+        "rewards/margins": Metric(result.rewards, desirable - undesirable, how="contrast"),
         "logps/chosen": Metric(logps, desirable),
         "logps/rejected": Metric(logps, undesirable),
         # The rank of a desirable completion's reward is not known here: right means above 0.

@@ -207,7 +207,8 @@ def test_recorded_kto(name: str, tmp_path: Path) -> None:
     if name.endswith("ga1"):
         for line, entry in zip(lines(tmp_path), steps(f"kto/{name}"), strict=True):
             assert line["kl"] == pytest.approx(entry["kl"], rel=1e-3, abs=1e-4)
-            assert line["rewards/chosen"] == pytest.approx(entry["rewards/chosen"], abs=1e-3)
+            for key in ("rewards/chosen", "rewards/margins"):
+                assert line[key] == pytest.approx(entry[key], abs=1e-3)
 
 
 @pytest.mark.parametrize("shape", ["1x8", "3 of 8"])

@@ -22,6 +22,18 @@ def test_each_way_to_combine_over_micro_batches():
     assert got == {"mean": 3.0, "sum": 6.0, "min": 1.0, "max": 5.0, "last": 9.0, "host": 0.375}
 
 
+def test_a_contrast_is_a_difference_of_two_means():
+    meter = Meter(CPU)
+    for values, weights in (([1.0, 5.0, 2.0], [1.0, 3.0, -1.0]), ([9.0, 4.0], [0.0, -1.0])):
+        meter.add({"gap": Metric(torch.tensor(values), torch.tensor(weights), "contrast")})
+    assert {name: value.item() for name, value in meter.reduce().items()} == {"gap": 4.0 - 3.0}
+    meter.add({"gap": Metric(torch.tensor([8.0]), torch.tensor([12.0]), "contrast")})
+    assert meter.reduce()["gap"].item() == (1 + 15 + 96) / 16 - 3
+    one_kind = Meter(CPU)
+    one_kind.add({"gap": Metric(torch.tensor([3.0]), torch.tensor([8.0]), "contrast")})
+    assert math.isnan(one_kind.reduce()["gap"].item())
+
+
 def test_no_weight_leaves_out_what_is_no_number():
     meter = Meter(CPU)
     values, weights = torch.tensor([2.0, math.nan, math.inf]), torch.tensor([1.0, 0.0, 0.0])

@@ -282,6 +282,9 @@ def test_kto_by_hand_for_any_split(cuts, seed):
     assert report.metrics["rewards/chosen"].item() == pytest.approx(
         0.5 * ratio[labels].mean().item(), rel=1e-6
     )
+    assert report.metrics["rewards/margins"].item() == pytest.approx(
+        0.5 * (ratio[labels].mean() - ratio[~labels].mean()).item(), rel=1e-5
+    )
     extra = sum(batch.mismatched.num_real_tokens for batch in batches)
     assert report.metrics["extra_forward_tokens"].item() == extra
 
