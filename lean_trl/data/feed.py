@@ -102,7 +102,10 @@ class Feed:
             return filler_batch(mismatched=self._mismatch)
         store, sequences = self.items.store, self._sequences(items)
         self._reading = items
-        batch = build_batch([store[s] for s in sequences], **self._layout)
+        examples = [store[s] for s in sequences]
+        if store.paired:  # a source with a weight may give a batch the same pair twice
+            examples = [replace(example, pair=i // 2) for i, example in enumerate(examples)]
+        batch = build_batch(examples, **self._layout)
         if not self._mismatch:
             return batch
         swapped = [swap_completion(store[s], store[others[s]], self._max_length) for s in sequences]

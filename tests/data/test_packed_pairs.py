@@ -154,6 +154,21 @@ def test_sources_do_not_share_bins(tok: Tokenizer, tmp_path: Path, cache: Path) 
     assert "1 bins an epoch of 1" in report
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_source_with_a_weight_may_give_a_batch_the_same_pair_twice(
+    tok: Tokenizer, tmp_path: Path, cache: Path, packing: bool
+) -> None:
+    row = {"prompt_ids": [7], "chosen_ids": [8], "rejected_ids": [9]}
+    few = write_jsonl(tmp_path / "few.jsonl", [row])
+    many = write_jsonl(tmp_path / "many.jsonl", [row] * 9)
+    paths = [{"path": str(file), "weight": 1} for file in (few, many)]
+    data = {"path": paths, **BIN, "packing": packing}
+    feed, _, _ = open_feeds(settings(cache, data, {"batch_size": 10}, "dpo"), tok, "preference")
+    window = next(iter(feed))
+    sources = [source for batch in window.batches for source in batch.sources[0::2]]
+    assert len(sources) == window.totals["pairs"] > len(set(sources))
+
+
 @pytest.mark.parametrize("strategy", ["bfd_split", "wrapped"])
 @pytest.mark.parametrize("method", ["dpo", "reward", "kto"])
 def test_completions_are_not_cut_into_pieces(
