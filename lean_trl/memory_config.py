@@ -50,6 +50,9 @@ class MemoryConfig:
         False, "keep parameters, gradients and optimizer state in CPU memory; the update runs there"
     )
     optimizer_in_backward: InBackwardConfig | None = None
+    tiled_mlp: Count | None = setting(
+        None, "run MLPs over so many tokens at a time, for very long sequences; null: all at once"
+    )
     expandable_segments: bool | None = setting(
         None, "GPU: memory segments that grow, against fragmentation; null: where there is one"
     )

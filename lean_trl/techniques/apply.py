@@ -23,6 +23,7 @@ from lean_trl.techniques.padding import PaddingFree
 from lean_trl.techniques.quantize import Quantization
 from lean_trl.techniques.shard import Sharding
 from lean_trl.techniques.technique import Evidence, Technique, Trial
+from lean_trl.techniques.tiled_mlp import TiledMLP
 
 T = TypeVar("T", bound=Technique)
 
@@ -31,6 +32,7 @@ TECHNIQUES: tuple[type[Technique], ...] = (
     PaddingFree,
     Quantization,
     Adapters,
+    TiledMLP,
     ActivationCheckpointing,
     ActivationOffloading,
     Sharding,
