@@ -30,6 +30,7 @@ from torch.distributed.checkpoint import (
 )
 
 from lean_trl.train.checkpoint_files import (
+    OtherFormat,
     ShardWriter,
     fsync,
     problems_of,
@@ -241,12 +242,9 @@ class Checkpointer:
 
     def _share_problems(self, path: Path) -> list[str]:
         """What is wrong with a checkpoint; each rank reads its share of the files."""
-        try:
-            files = read_manifest(path)["files"]
-        except ValueError as error:
-            return [str(error)]
-        if self.group is None:
-            return problems_of(path, files, 0, 1)
+        files, problems = self._share(self._files_of(path) if self.is_main else None)
+        if self.group is None or problems:
+            return problems or problems_of(path, files, 0, 1)
         ranks = dist.get_world_size(self.group)
         return self._gather(problems_of(path, files, dist.get_rank(self.group), ranks))
 
@@ -257,3 +255,13 @@ class Checkpointer:
         lists: list[list[Any]] = [[]] * dist.get_world_size(self.group)
         dist.all_gather_object(lists, mine, group=self.group)
         return [item for part in lists for item in part]
+
+    def _files_of(self, path: Path) -> tuple[dict[str, Any], list[str]]:
+        """What the manifest lists, or why it cannot be read. Rank 0 alone reads it, so that all
+        ranks go on alike."""
+        try:
+            return read_manifest(path)["files"], []
+        except OtherFormat:
+            raise
+        except ValueError as error:
+            return {}, [str(error)]

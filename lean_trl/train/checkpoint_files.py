@@ -114,6 +114,10 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
+class OtherFormat(ValueError):
+    """A checkpoint of another version: whole, but not for this one."""
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """What write_manifest wrote; ValueError when it is not that any more."""
     file = folder / "state.json"
@@ -125,7 +129,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if digest != _digest(content):
         raise ValueError("state.json is not what was written (its sha256 differs)")
     if content["format"] != FORMAT:
-        raise ValueError(f"format {content['format']}, expected {FORMAT}: use the version it is of")
+        raise OtherFormat(
+            f"{folder} is of format {content['format']}, this version reads {FORMAT}: resume with the "
+            "version that wrote it, or set checkpoint.resume never"
+        )
     return content
 
 

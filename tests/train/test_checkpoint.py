@@ -257,6 +257,14 @@ def test_another_model_is_refused(tmp_path):
         Checkpointer(tmp_path).load(tmp_path / "step-2", {"model.9": torch.zeros(2)})
 
 
+def test_another_version_is_named_and_left_where_it_is(tmp_path, monkeypatch):
+    Checkpointer(tmp_path).save(1, {"a": torch.zeros(1)}, {})
+    monkeypatch.setattr("lean_trl.train.checkpoint_files.FORMAT", 2)
+    with pytest.raises(ValueError, match="step-1 is of format 1, this version reads 2"):
+        Checkpointer(tmp_path).newest()
+    assert (tmp_path / "step-1").is_dir()
+
+
 def test_the_manifest_says_what_is_there(tmp_path):
     on_ranks(2, lambda w: save_two(tmp_path, w))
     manifest = read_manifest(tmp_path / "step-2")
