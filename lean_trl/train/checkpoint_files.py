@@ -130,8 +130,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError("state.json is not what was written (its sha256 differs)")
     if content["format"] != FORMAT:
         raise OtherFormat(
-            f"{folder} is of format {content['format']}, this version reads {FORMAT}: resume with the "
-            "version that wrote it, or set checkpoint.resume never"
+            f"{folder} is of format {content['format']}, this version reads {FORMAT}: "
+            "resume with the version that wrote it, or set checkpoint.resume never"
         )
     return content
 
