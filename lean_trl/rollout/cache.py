@@ -53,12 +53,12 @@ class SlotCache:
         keys[rows, :, positions] = k
         values[rows, :, positions] = v
 
-    def fill(self, slot: int, prompt: dict[int, tuple[Tensor, Tensor]]) -> None:
-        """Write a whole prompt: {layer: (k, v)}, each [P, K, H]."""
+    def fill(self, slots: slice, prompt: dict[int, tuple[Tensor, Tensor]]) -> None:
+        """Write one whole prompt into all of `slots`: {layer: (k, v)}, each [P, K, H]."""
         for layer, (k, v) in prompt.items():
             keys, values = self._layer(layer, k)
-            keys[slot, :, : k.shape[0]] = k.transpose(0, 1)
-            values[slot, :, : v.shape[0]] = v.transpose(0, 1)
+            keys[slots, :, : k.shape[0]] = k.transpose(0, 1)
+            values[slots, :, : v.shape[0]] = v.transpose(0, 1)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of a slot."""

@@ -272,32 +272,31 @@ class NativeEngine:
         first = len(self._running)
         rows = []
         while self._waiting and len(self._running) < self._cache.slots:
-            sequence = self._waiting[0]
-            request = sequence.request
+            request = self._waiting[0].request
             if request.id not in self._prompts:
                 break
-            self._waiting.popleft()
-            prompt = self._prompts[request.id]
-            self._cache.fill(len(self._running), prompt.kept)
-            self._running.append(sequence)
-            self._mark_prompt(len(self._running) - 1, request)
-            rows.append(prompt.logits)
-            self._left[request.id] -= 1
+            prompt, start = self._prompts[request.id], len(self._running)
+            room = min(self._left[request.id], self._cache.slots - start)
+            self._running += [self._waiting.popleft() for _ in range(room)]
+            self._cache.fill(slice(start, start + room), prompt.kept)
+            self._mark_prompt(slice(start, start + room), request)
+            rows += [prompt.logits] * room
+            self._left[request.id] -= room
             if not self._left[request.id]:  # the last of its completions
                 del self._left[request.id], self._prompts[request.id]
         if rows:
             self._extend(list(range(first, len(self._running))), torch.stack(rows))
             self._reap()
 
-    def _mark_prompt(self, slot: int, request: Request) -> None:
+    def _mark_prompt(self, slots: slice, request: Request) -> None:
         if request.sampling.repetition_penalty == 1:
             return
         assert self._cache is not None
         if self._seen is None:
             shape = (self._cache.slots, self.model.config.vocab_size)
             self._seen = torch.zeros(shape, dtype=torch.bool, device=compute_device(self.model))
-        self._seen[slot] = False
-        self._seen[slot, list(request.prompt_ids)] = True
+        self._seen[slots] = False
+        self._seen[slots, list(request.prompt_ids)] = True
 
     def _extend(self, slots: list[int], logits: Tensor) -> None:
         """Draw the next token of the sequences in `slots` from logits [len(slots), V]."""
