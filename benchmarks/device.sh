@@ -50,7 +50,7 @@ for shape in 0.6b 1.7b; do
     part 30 "model_$shape" "$PYTHON" benchmarks/shapes.py "$shape" "$OUT/$shape"
     [ -f "$OUT/$shape/recipe.yaml" ] || continue
     part 120 "ladder_$shape" "$PYTHON" benchmarks/memory.py "$OUT/$shape/recipe.yaml" \
-        --repeats 1 --steps 3 --warm-up 2 --deadline 105 --snapshots --out "$OUT/ladder_$shape"
+        --walks ladder --repeats 1 --steps 3 --warm-up 2 --deadline 105 --snapshots --out "$OUT/ladder_$shape"
     if [ "$shape" = 0.6b ]; then
         part 50 slope_0.6b "$PYTHON" benchmarks/memory.py "$OUT/$shape/recipe.yaml" \
             --slope 4096,8192 --repeats 1 --steps 1 --warm-up 1 --out "$OUT/slope_$shape"

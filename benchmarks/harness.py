@@ -59,21 +59,6 @@ class Runs:
         return (min(values), max(values)) if values else None
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Arms by name with their settings; `none` has every technique off.
-
-    The walks are {what the arm is called there: arm}: one arm may stand in both.
-    """
-
-    ladder: dict[str, str]
-    leave_one_out: dict[str, str]
-    settings: dict[str, Any]  # arm -> Config
-    failures: dict[str, str] = field(default_factory=dict)  # arm -> what its settings contradict
-    skipped: dict[str, str] = field(default_factory=dict)  # technique without an arm -> why
-    inexact: set[str] = field(default_factory=set)  # arms that train something else (adapters)
-
-
 def interleave(
     arms: Sequence[Arm],
     repeats: int,

@@ -10,8 +10,9 @@ import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from harness import Plan, Runs, loss_difference, size
+from harness import Runs, loss_difference, size
 from report import COLUMNS, columns_of, figure, losses
+from walks import Plan
 
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 84rem; padding: 0 1rem;
@@ -83,7 +84,7 @@ def report_html(
         image,
         "<h2>Who holds the peak of live tensors</h2>",
         *(_html_holders(name, arm) for name, arm in runs.items() if arm.results),
-        _html_list({f"no arm for {n}": reason for n, reason in plan.skipped.items()}),
+        _html_list(plan.notes),
         _html_list(about),
     ]
     return (

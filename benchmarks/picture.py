@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from harness import Plan, Runs
+from harness import Runs
 from peak import CATEGORIES
 from report import breakdown
+from walks import Plan
 
 # One hue a category, told apart by colour-blind readers too (Okabe and Ito); parts that every
 # technique could move are the strong ones.
@@ -23,14 +24,14 @@ COLORS = {
 
 
 def draw(title: str, plan: Plan, runs: Mapping[str, Runs], path: Path) -> Path | None:
-    """Stacked bars of the peaks, ladder above, leave-one-out below; None without matplotlib."""
+    """Stacked bars of the peaks, a room for each walk; None without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         return None
     walks = [
-        (heading, {label: runs[n] for label, n in walk.items() if breakdown(runs[n])})
-        for heading, walk in _walks(plan)
+        (HEADINGS[name], {label: runs[n] for label, n in walk.items() if breakdown(runs[n])})
+        for name, walk in plan.walks.items()
     ]
     bars = [len(arms) for _, arms in walks]
     chart = Figure(figsize=(10, 2.4 + 0.42 * sum(bars)), layout="constrained")
@@ -69,11 +70,11 @@ def draw(title: str, plan: Plan, runs: Mapping[str, Runs], path: Path) -> Path |
     return path
 
 
-def _walks(plan: Plan) -> list[tuple[str, dict[str, str]]]:
-    walks = [("Ladder: each added to those above", plan.ladder)]
-    if plan.leave_one_out:
-        walks.append(("Leave one out", plan.leave_one_out))
-    return walks
+HEADINGS = {
+    "alone": "Alone",
+    "ladder": "Ladder: each added to those above",
+    "leave-one-out": "The whole ladder, and without one",
+}
 
 
 def _unit(arms: Sequence[Runs]) -> tuple[str, int]:

@@ -7,8 +7,9 @@ from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
-from harness import Plan, Runs, loss_difference, markdown, size
+from harness import Runs, loss_difference, markdown, size
 from peak import CATEGORIES
+from walks import Plan
 
 # Least difference in a loss (relative, fp32) that means other work than the first arm's.
 TOLERANCE = 1e-3
@@ -41,19 +42,16 @@ def columns_of(runs: Mapping[str, Runs]) -> list[str]:
 def write_csv(plan: Plan, runs: Mapping[str, Runs], path: Path) -> None:
     """One line an arm: median, least and most of each figure, bytes and tokens per second."""
     keys = columns_of(runs)
-    header = ["arm", "ladder", "leave_one_out", "failure", "loss_difference"]
+    header = ["arm", "walks", "failure", "loss_difference"]
     header += [f"{key}{part}" for key in keys for part in ("", "_least", "_most")]
     header += [f"at_peak_{category}" for category in CATEGORIES]
     with open(path, "w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
         table.writerow(header)
         for name, arm in runs.items():
-            row: list[Any] = [
-                name,
-                name in plan.ladder.values(),
-                name in plan.leave_one_out.values(),
-            ]
-            row += [arm.failure or "", loss_difference(arm, runs["none"])]
+            walks = " ".join(walk for walk, names in plan.walks.items() if name in names.values())
+            difference = loss_difference(arm, runs["none"])
+            row: list[Any] = [name, walks, arm.failure or "", difference]
             for key in keys:
                 row += [arm.median(key), *(arm.spread(key) or ("", ""))]
             parts = breakdown(arm)
@@ -63,17 +61,17 @@ def write_csv(plan: Plan, runs: Mapping[str, Runs], path: Path) -> None:
 def report_markdown(
     title: str, plan: Plan, runs: Mapping[str, Runs], about: Mapping[str, str]
 ) -> str:
-    """Both walks as tables, the parts of each peak, and what was measured on what."""
+    """The walks as tables, the parts of each peak, and what was measured on what."""
     lines = [f"# Memory per technique: {title}\n"]
-    for heading, walk in (("Ladder", plan.ladder), ("Leave one out", plan.leave_one_out)):
-        lines += [f"## {heading}\n", arms_table(walk, runs, plan.inexact)]
+    for heading, walk in plan.walks.items():
+        lines += [f"## {heading.capitalize()}\n", arms_table(walk, runs, plan.inexact)]
     lines += ["## At the peak of live tensors\n", parts_table(runs)]
     for name, arm in runs.items():
         if arm.results:
             lines += [f"Largest holders, {name}:\n", holders_table(arm)]
-    if plan.skipped:
-        lines += ["## Without an arm\n"]
-        lines += [f"- {name}: {reason}" for name, reason in plan.skipped.items()] + [""]
+    if plan.notes:
+        lines += ["## Techniques without an arm, or not in the ladder\n"]
+        lines += [f"- {name}: {reason}" for name, reason in plan.notes.items()] + [""]
     lines += [f"- {name}: {value}" for name, value in about.items()]
     return "\n".join(lines) + "\n"
 

@@ -25,7 +25,7 @@ class OptimizerState(Technique):
     def switches(cls) -> tuple[Switch, ...]:
         kinds = ("adamw_bf16_sr", "adamw_8bit", "adamw_4bit", "adafactor", "muon")
         off = {"train.optimizer": "adamw"}
-        return tuple(Switch(kind, {"train.optimizer": kind}, off) for kind in kinds)
+        return tuple(Switch(kind, {"train.optimizer": kind}, off, exact=False) for kind in kinds)
 
     def evidence(self, trial: Trial) -> Evidence:
         """Steps the largest matrix alone, looks at its state, and takes both back."""

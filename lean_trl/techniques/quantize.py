@@ -61,7 +61,12 @@ class Quantization(Technique):
     @classmethod
     def switches(cls) -> tuple[Switch, ...]:
         return tuple(
-            Switch(name, {f"quantization.{key}": True, "peft.target_modules": "all-linear"}, {})
+            Switch(
+                name,
+                {f"quantization.{key}": True, "peft.target_modules": "all-linear"},
+                {},
+                exact=False,
+            )
             for name, key in (("nf4", "load_in_4bit"), ("int8", "load_in_8bit"))
         )
 
