@@ -50,6 +50,7 @@ class MemoryConfig:
         False, "keep parameters, gradients and optimizer state in CPU memory; the update runs there"
     )
     optimizer_in_backward: InBackwardConfig | None = None
+    compile: bool = setting(False, "torch.compile each block; the first step takes a minute")
     tiled_mlp: Count | None = setting(
         None, "run MLPs over so many tokens at a time, for very long sequences; null: all at once"
     )
@@ -71,6 +72,13 @@ def memory_contradictions(memory: MemoryConfig) -> Iterator[str]:
                 "or leave the kwargs out"
             )
     checkpointing = memory.activation_checkpointing_kwargs
+    if memory.compile and checkpointing.selective:
+        yield (
+            "memory.compile hides attention from activation_checkpointing_kwargs.selective: leave "
+            "one of them out"
+        )
+    if memory.compile and memory.tiled_mlp:
+        yield "memory.compile and memory.tiled_mlp both rewrite MLPs: leave one of them out"
     if checkpointing.budget is not None and checkpointing.every != 1:
         yield (
             "memory.activation_checkpointing_kwargs: budget and every both say which blocks run "

@@ -162,7 +162,7 @@ def test_wrong_types_in_a_recipe_are_shown_as_they_are():
         "data.shuffle: got 1 (int), expected true or false",
         "seed: got null, expected int >= 0",
         "nonsense: unknown key; known in a recipe: method, output_dir, seed, eval_only, model, "
-        "data, loss, rollout, train, memory, peft, distributed, checkpoint, logging",
+        "data, loss, rollout, train, memory, peft, quantization, distributed, checkpoint, logging",
     ]
 
 

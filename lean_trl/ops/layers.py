@@ -37,6 +37,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> T
     tensor([[0.8485, 1.1314]])
     """
     assert weight.shape == x.shape[-1:], f"weight {list(weight.shape)} for x {list(x.shape)}"
+    if torch.compiler.is_compiling():  # which fuses the formula and chooses what to keep
+        return rms_norm_plain(x, weight, eps, offset=offset)
     return _RMSNorm.apply(x, weight, eps, offset)
 
 
@@ -101,6 +103,8 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
     tensor([[[-2.,  1.]]])
     """
     assert cos.shape == sin.shape and cos.shape[0] == x.shape[0] and 2 * cos.shape[1] <= x.shape[2]
+    if torch.compiler.is_compiling():
+        return rotary_plain(x, cos, sin, interleaved=interleaved)
     return _Rotary.apply(x, cos, sin, interleaved)
 
 
@@ -189,6 +193,8 @@ def swiglu(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
     1.462117
     """
     assert gate.shape == up.shape, f"gate {list(gate.shape)}, up {list(up.shape)}"
+    if torch.compiler.is_compiling():
+        return swiglu_plain(gate, up, activation=activation)
     return _GatedProduct.apply(gate, up, activation)
 
 

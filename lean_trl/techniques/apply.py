@@ -1,7 +1,7 @@
 """The ONE ordered list of techniques. The model, the step and the losses know none of them.
 
 Order: what changes weights comes before what wraps blocks, and what moves parameters comes last
-(quantise, adapters, checkpointing, offload, compile, shard).
+(quantise, adapters, compile, checkpointing, offload, shard): the innermost wrapper comes first.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from lean_trl.model.decoder import CausalLM
 from lean_trl.techniques.adapters import Adapters
 from lean_trl.techniques.allocator import Allocator
 from lean_trl.techniques.checkpointing import ActivationCheckpointing
+from lean_trl.techniques.compile import Compile
 from lean_trl.techniques.in_backward import OptimizerInBackward
 from lean_trl.techniques.offload import ActivationOffloading
 from lean_trl.techniques.optimizer_state import OptimizerState
@@ -33,6 +34,7 @@ TECHNIQUES: tuple[type[Technique], ...] = (
     Quantization,
     Adapters,
     TiledMLP,
+    Compile,
     ActivationCheckpointing,
     ActivationOffloading,
     Sharding,

@@ -38,9 +38,10 @@ class TiledMLP(Technique):
     def on_model(self, model: CausalLM) -> None:
         assert self.tokens is not None
         for block in model.blocks:
-            if not isinstance(block.mlp, SparseMLP):
-                self.wrapped.append(_Tiled(block.mlp, self.tokens))
-                block.mlp.forward = self.wrapped[-1]
+            mlp = block.get_submodule("mlp")
+            if not isinstance(mlp, SparseMLP):
+                self.wrapped.append(_Tiled(mlp, self.tokens))
+                mlp.forward = self.wrapped[-1]
 
     def evidence(self, trial: Trial) -> Evidence:
         tiled = [each for each in self.wrapped if each.tiles]

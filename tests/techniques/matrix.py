@@ -35,6 +35,8 @@ MODES = ("full", "lora")
 LORA = {"target_modules": "all-linear", "r": 4}
 
 
+# Compiling takes seconds: two methods stand for all.
+COMPILED = {("sft", "full"), ("dpo", "full"), ("dpo", "lora")}
 QUANTIZED = ("nf4", "int8")
 IN_BACKWARD = "optimizer_in_backward"
 CHECKPOINTING = "memory.activation_checkpointing"
@@ -79,9 +81,16 @@ def cells() -> list[Cell]:
     rows = {name: not_applicable(switch) for name, switch in switches().items()}
     rows["all at once"] = None
     frozen = "refused: the base is frozen, so something else must be trained"
+    slow = "n/a: compiling takes seconds, and blocks do not know methods: three cells stand for all"
+
+    def why(row: str, method: str, mode: str) -> str | None:
+        if row in QUANTIZED and mode == "full":
+            return frozen
+        return slow if row == "compile" and (method, mode) not in COMPILED else rows[row]
+
     return [
-        Cell(row, method, mode, frozen if row in QUANTIZED and mode == "full" else reason)
-        for row, reason in rows.items()
+        Cell(row, method, mode, why(row, method, mode))
+        for row in rows
         for method in METHODS
         for mode in MODES
     ]
@@ -101,8 +110,9 @@ def table() -> str:
     refused = sum("refused" in (cell.reason or "") for cell in cells())
     rest = len(cells()) - tested - refused
     lines.append(
-        f"\n{tested} cells are tested, {rest} are n/a without a GPU, {refused} are refused: a "
-        "base in few bits is frozen, so full fine-tuning has nothing to train."
+        f"\n{tested} cells are tested; {rest} are n/a: no GPU here, or compiling, for which three "
+        f"cells stand for all; {refused} are refused: a base in few bits is frozen, so full "
+        "fine-tuning has nothing to train."
     )
     return "\n".join(lines)
 
@@ -276,7 +286,7 @@ def everything() -> list[Switch]:
     """All techniques that go together here; the last one of each setting wins."""
     # The step has two micro-batches, on a rank each; an optimizer in backward knows one.
     without = {variant.name for variant in VARIANTS} - {"selective"}
-    without |= {IN_BACKWARD, *QUANTIZED}
+    without |= {IN_BACKWARD, "compile", *QUANTIZED}
     chosen = [switch for name, switch in switches().items() if name not in without]
     return [switch for switch in chosen if not_applicable(switch) is None]
 
