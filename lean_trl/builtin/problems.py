@@ -39,7 +39,7 @@ class Level:
 
 
 EASY = Level(count=(2, 4), size=(1, 9))
-HARD = Level(count=(4, 6), size=(2, 29))
+HARD = Level(count=(3, 5), size=(2, 29))
 
 
 @dataclass(frozen=True)

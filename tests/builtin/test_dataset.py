@@ -42,9 +42,9 @@ def test_rows_come_from_the_seed_alone() -> None:
     assert make_rows() == ROWS
     assert make_rows(1)["test_easy"] != ROWS["test_easy"]
     # The same on every machine and Python: a held-out row, written out.
-    asked, answer = ROWS["test_hard"][0]["messages"]
-    assert asked["content"] == "What is 25 + 13 + 22 + 26?"
-    assert answer["content"] == "25 + 13 = 38\n38 + 22 = 60\n60 + 26 = 86\nAnswer: 86"
+    asked, answer = ROWS["test_hard"][1]["messages"]
+    assert asked["content"] == "What is 2 + 27 + 17 + 18?"
+    assert answer["content"] == "2 + 27 = 29\n29 + 17 = 46\n46 + 18 = 64\nAnswer: 64"
 
 
 def test_more_rows_begin_with_the_same_ones(monkeypatch: pytest.MonkeyPatch) -> None:
