@@ -62,7 +62,7 @@ def assert_close(got: Tensor | None, expected: Tensor | None, tolerance: float) 
         assert (got - expected).abs().max().item() <= tolerance * scale
 
 
-# -- an adapter on the head -------------------------------------------------------------------------
+# -- an adapter on the head ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("trained", ["adapter", "all"])
