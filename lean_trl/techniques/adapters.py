@@ -55,6 +55,8 @@ class Adapters(Technique):
         size = sum(p.numel() for _, p in trained)
         whole = sum(p.numel() for p in trial.model.parameters())
         assert self.config.peft is not None
+        if size == whole:
+            return Evidence(0, "nothing is frozen")
         return Evidence(
             size, f"{self.config.peft.method}: {size:,} of {whole:,} weights trained, all have one"
         )

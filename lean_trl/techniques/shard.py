@@ -87,6 +87,8 @@ class Sharding(Technique):
         mine, whole = sum(p.to_local().numel() for p in cut), sum(p.numel() for p in cut)
         dtype = str(self.precision.compute).removeprefix("torch.")
         place = " in CPU memory" if self.cpu_offload else ""
+        if self.cpu_offload:
+            cut = [p for p in cut if p.device.type == "cpu"]
         return Evidence(
             len(cut), f"{self.kind}: {mine:,} of {whole:,} weights{place}, computed in {dtype}"
         )

@@ -87,6 +87,48 @@ def test_gradients_of_all_layers_are_never_there():
     assert some <= head + block
 
 
+BF16 = {"param_dtype": "bfloat16", "max_grad_norm": None}
+
+
+@pytest.mark.parametrize(
+    "train, memory, most",
+    [
+        ({"max_grad_norm": None}, {}, 16.1),
+        (BF16 | {"optimizer": "adamw_8bit"}, {}, 7.0),
+        (BF16 | {"optimizer": "adamw_8bit"}, {"optimizer_in_backward": {}}, 5.0),
+        (BF16 | {"optimizer": "adamw_4bit"}, {"optimizer_in_backward": {}}, 4.0),
+    ],
+)
+def test_bytes_a_parameter(train, memory, most):
+    """Storages of parameters, gradients and state at the step's peak, over the parameters."""
+    dtype = train.get("param_dtype", "float32")
+    config = make_config(train=train, memory=memory, model={"dtype": dtype})
+    model = make_model(hidden_size=256, intermediate_size=512, num_hidden_layers=12)
+    model = model.to(getattr(torch, dtype))
+    optimizer = build_optimizer(model, config.train, config.memory.optimizer_in_backward)
+    gradient_bytes = [0]
+
+    def count(_):
+        grads = [p.grad.nbytes for p in model.parameters() if p.grad is not None]
+        gradient_bytes[0] = max(gradient_bytes[0], sum(grads))
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(count)
+    window = [make_batch()]
+    train_step(
+        model,
+        window,
+        METHODS["sft"].bind(config.loss),
+        optimizer,
+        totals=count_totals(window),
+        max_grad_norm=None,
+    )
+    states = sum(t.nbytes for state in optimizer.state.values() for t in state.values())
+    weights = sum(p.nbytes for p in model.parameters())
+    number = sum(p.numel() for p in model.parameters())
+    assert (weights + gradient_bytes[0] + states) / number < most
+
+
 def test_clipping_by_two_passes_is_exact():
     after, inside = configs("two_passes", max_grad_norm=0.5)
     plain, reports, _ = steps(after)
