@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -24,6 +25,9 @@ from lean_trl.model.attention import Context
 from lean_trl.model.decoder import CausalLM
 from lean_trl.techniques.technique import Evidence, Technique, Trial
 from lean_trl.techniques.transfer import Arriving, HostMemory, StreamTransport, Transport
+
+# Wrappers around several tensors (of sharding, of quantisation) have no memory of their own.
+MOVABLE = (Tensor, FakeTensor)
 
 
 @dataclass
@@ -66,7 +70,7 @@ class Store:
         """Move a tensor out, unless it stays. staying: addresses of storages that do."""
         storage = tensor.untyped_storage()
         stays = isinstance(tensor, nn.Parameter) or storage._cdata in staying
-        if stays or type(tensor) is not Tensor or tensor.nbytes < self.min_bytes:
+        if stays or type(tensor) not in MOVABLE or tensor.nbytes < self.min_bytes:
             # Detached: an output that its own graph held would never be freed.
             return tensor if stays else tensor.detach()
         tensor = tensor.detach()
