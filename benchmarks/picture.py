@@ -33,6 +33,7 @@ def draw(title: str, plan: Plan, runs: Mapping[str, Runs], path: Path) -> Path |
         (HEADINGS[name], {label: runs[n] for label, n in walk.items() if breakdown(runs[n])})
         for name, walk in plan.walks.items()
     ]
+    walks = [walk for walk in walks if walk[1]] or walks[:1]
     bars = [len(arms) for _, arms in walks]
     chart = Figure(figsize=(10, 2.4 + 0.42 * sum(bars)), layout="constrained")
     rooms = chart.subplots(

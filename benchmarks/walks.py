@@ -19,6 +19,8 @@ from lean_trl.recipe import SettingsError
 from lean_trl.techniques.technique import Switch
 
 WALKS = ("alone", "ladder", "leave-one-out")
+# Techniques without an arm unless they are named.
+ASKED_FOR = {"precompute_ref_log_probs": "scores every row before the first step: name it"}
 
 
 @dataclass
@@ -59,8 +61,10 @@ def make_plan(
     # One window of the same rows in every arm, however it is cut.
     size = units_per_step(config.train, ranks)
     config = override(config, {"train.batch_size": size, "data.shuffle": False})
-    candidates = [known[name] for name in chosen] if chosen else list(switches)
+    candidates = [known[name] for name in chosen or known if chosen or name not in ASKED_FOR]
     plan, usable = Plan(), []
+    if not chosen:
+        plan.notes |= {name: reason for name, reason in ASKED_FOR.items() if name in known}
     for switch in candidates:
         reason = _cannot(config, switch, ranks, device_type)
         if reason is None:

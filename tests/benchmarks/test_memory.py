@@ -97,7 +97,9 @@ def test_a_technique_that_another_needs_is_not_left_out():
 def test_every_arm_sees_the_same_window():
     tree = {"train": {"micro_batch_size": 4, "gradient_accumulation_steps": 2}}
     plan = plan_of(OTHERS, tree, ranks=2)
-    assert plan.notes.keys() == {"precompute_ref_log_probs"}  # SFT has no reference
+    assert "name it" in plan.notes["precompute_ref_log_probs"]  # it scores all rows at start
+    named = plan_of(OTHERS, tree, chosen=["precompute_ref_log_probs"])
+    assert "no effect on method sft" in named.notes["precompute_ref_log_probs"]
     one = plan.settings["one_row_micro_batches"].train
     assert (one.micro_batch_size, one.batch_size) == (1, 16)
     assert {c.train.batch_size for c in plan.settings.values()} == {16}
