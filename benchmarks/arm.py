@@ -3,9 +3,9 @@
     python benchmarks/arm.py job.json result.json
 
 The run is set up by the loop that trains (settings, rows, model, reference, techniques, optimizer).
-After the warm-up each step is timed, data and reference included; between steps the step's bare
-matrix products are timed alone. Then the largest window is run twice more, with the peak tracker
-and with hooks on what the graph saves, which cost time and so have steps of their own.
+After the warm-up each step is timed, data and reference included; then the steps' bare matrix
+products are timed alone. Then the largest window is run twice more, with the peak tracker and with
+hooks on what the graph saves, which cost time and so have steps of their own.
 """
 
 from __future__ import annotations
@@ -67,13 +67,16 @@ def measure(config: Config, world: World, job: dict[str, Any]) -> dict[str, Any]
     free_before = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     run = set_up(config, world)
     run.model.train()
-    steps, window = timed_steps(run, job)
+    steps, windows = timed_steps(run, job)
     memory = {"peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     if device.type == "cuda":
         memory |= cuda_memory(device, free_before)
+    if job.get("ceiling", True):
+        add_ceiling(run, windows, steps)
     result = speed(steps, device)
     if job.get("instrument", True):
-        memory |= instrumented(run, window, job.get("snapshot"), result)
+        largest = max(windows, key=_tokens)
+        memory |= instrumented(run, largest, job.get("snapshot"), result)
     memory["parameters"] = sum(p.numel() for p in run.model.parameters())
     return result | worst(memory, world)
 
@@ -87,45 +90,49 @@ def worst(sizes: dict[str, Any], world: World) -> dict[str, Any]:
     return max(ranks, key=lambda sizes: sizes.get("peak_live", sizes["peak_rss"]))
 
 
-def timed_steps(run: Run, job: dict[str, Any]) -> tuple[list[dict[str, float]], Window]:
-    """A record of each step after the warm-up, and the window with the most tokens of all."""
-    device, config = run.world.device, run.config
-    dtype = DTYPES[config.model.dtype]
+def timed_steps(run: Run, job: dict[str, Any]) -> tuple[list[dict[str, float]], list[Window]]:
+    """A record of each step, and its window; totals stand in those after the warm-up."""
+    device = run.world.device
     steps: list[dict[str, float]] = []
-    largest: Window | None = None
+    windows: list[Window] = []
     online = isinstance(run.train_feed, RolloutFeed)  # it asks the reference by itself
-    windows = iter(referenced(run.train_feed, None if online else run.reference))
+    feed = iter(referenced(run.train_feed, None if online else run.reference))
     for number in range(job["warm_up"] + job["steps"]):
         if number == job["warm_up"] and device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         wait(device)
         start = Seconds.now()
-        window = next(windows)
+        window = next(feed)
         report = step(run, window)
         loss = report.loss.item()
         if isinstance(run.train_feed, RolloutFeed):
             run.train_feed.after_step(report)
         wait(device)
         seconds = Seconds.now().since(start)
-        if largest is None or _tokens(window) > _tokens(largest):
-            largest = window
         record = {"loss": loss, "seconds": seconds.wall, "cpu_seconds": seconds.cpu}
         if number >= job["warm_up"]:
             for name in ("processed", "tokens"):
                 record[name] = window.totals[name]
             record |= flops(run.model, window.batches)
-            if job.get("ceiling", True):
-                products = step_products(
-                    run.model,
-                    window.batches,
-                    forwards=2 if config.memory.activation_checkpointing else 1,
-                    reference=run.reference is not None,
-                )
-                bare = seconds_of(products, device, dtype)
-                record |= {"ceiling_seconds": bare.wall, "ceiling_cpu_seconds": bare.cpu}
         steps.append(record)
-    assert largest is not None
-    return steps, largest
+        windows.append(window)
+    return steps, windows
+
+
+def add_ceiling(run: Run, windows: list[Window], steps: list[dict[str, float]]) -> None:
+    """Time the bare products of the timed steps, after the steps: their matrices would otherwise
+    be in the peak RSS."""
+    device, config = run.world.device, run.config
+    for record, window in zip(steps, windows, strict=True):
+        if "processed" in record:
+            products = step_products(
+                run.model,
+                window.batches,
+                forwards=2 if config.memory.activation_checkpointing else 1,
+                reference=run.reference is not None,
+            )
+            bare = seconds_of(products, device, DTYPES[config.model.dtype])
+            record |= {"ceiling_seconds": bare.wall, "ceiling_cpu_seconds": bare.cpu}
 
 
 def step(run: Run, window: Window) -> Any:

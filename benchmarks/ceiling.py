@@ -2,7 +2,7 @@
 
 A step cannot be faster than its products: attention, norms, the softmax over the vocabulary and
 the optimizer would have to cost nothing. So tokens per second of the bare products, measured
-between the steps of an arm on the same machine in the same minute, are the arm's ceiling.
+at the end of an arm on the same machine in the same minute, are the arm's ceiling.
 
 Two conventions of work, both without what is recomputed:
 

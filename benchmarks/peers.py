@@ -17,8 +17,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import resource
 import shlex
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -57,7 +57,7 @@ def main() -> None:
     peer = options.python or str(VENV / "bin" / "python")
     if not Path(peer).exists():
         raise SystemExit(f"{peer} does not exist: make the environment with --make")
-    about = facts() | {"command": shlex.join(["python", "benchmarks/peers.py", *sys.argv[1:]])}
+    about = facts() | {"command": command_in_words(sys.argv[1:])}
     about["peer"] = peer_versions(peer)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -70,6 +70,15 @@ def main() -> None:
     file = out / f"{options.what.replace(',', '_')}.json"
     save_rows(rows, about, file)
     print(f"python benchmarks/results.py {file.relative_to(ROOT)}   # puts them into RESULTS.md")
+
+
+def command_in_words(arguments: list[str]) -> str:
+    """The command without the folders of this machine; an environment of TRL is made by --make."""
+    words = [Path(word).name if "/" in word else word for word in arguments]
+    if "--python" in words:
+        at = words.index("--python")
+        words[at : at + 2] = ["--make"]
+    return shlex.join(["python", "benchmarks/peers.py", *words])
 
 
 def arguments() -> argparse.Namespace:
@@ -247,6 +256,10 @@ def ratio(value: float) -> str:
     return f"{value:.2f}x" if value >= 0.1 else f"{value:.2g}x"
 
 
+def seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f} s"
+
+
 def rate(value: float) -> str:
     return f"{value:.1f}"
 
@@ -261,18 +274,21 @@ def importing(options: argparse.Namespace, peer: str, folder: Path) -> list[Row]
         "TRL": [peer, "-c", "from trl import SFTTrainer"],
         "torch": [sys.executable, "-c", "import torch"],
     }
-    taken: dict[str, list[float]] = {name: [] for name in statements}
+    runs = {name: Runs(name) for name in statements}
     for repeat in range(options.repeats + 1):
         for name, command in statements.items():
-            start = time.perf_counter()
+            start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
             subprocess.run(command, check=True, env=child_environment(), stdout=subprocess.DEVNULL)
+            used = resource.getrusage(resource.RUSAGE_CHILDREN)
+            cpu = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
             if repeat:  # the first reads the disk
-                taken[name].append(time.perf_counter() - start)
-    runs = {name: Runs(name, [{"s": value} for value in values]) for name, values in taken.items()}
-    seconds = lambda value: f"{value:.2f} s"  # noqa: E731
-    torch_alone = statistics.median(taken["torch"])
-    row = compared("import of the trainer, wall", runs["ours"], runs["TRL"], "s", seconds)
-    return [row, Row("import of torch alone, wall", seconds(torch_alone), "", "")]
+                taken = {"seconds": time.perf_counter() - start, "cpu_seconds": cpu}
+                runs[name].results.append(taken)
+    rows = []
+    for key, kind in (("cpu_seconds", "CPU"), ("seconds", "wall")):
+        row = compared(f"import of the trainer, {kind}", runs["ours"], runs["TRL"], key, seconds)
+        rows += [row, Row(f"import of torch alone, {kind}", seconds(runs["torch"].median(key)), "")]
+    return rows
 
 
 def preparing(options: argparse.Namespace, peer: str, folder: Path) -> list[Row]:
@@ -300,7 +316,6 @@ def data_rows(figure: str, job: dict, options: argparse.Namespace, peer: str) ->
     ours, theirs = runs["ours"], runs["TRL"]
     if not ours.results or not theirs.results:
         return [Row(figure, ours.failure or "ran", theirs.failure or "ran", "")]
-    seconds = lambda value: f"{value:.2f} s"  # noqa: E731
     rows = [compared(f"{figure}, CPU", ours, theirs, "cpu_seconds", seconds)]
     rows.append(compared(f"{figure}, wall", ours, theirs, "seconds", seconds))
     if "bins" in ours.results[0]:

@@ -19,7 +19,14 @@ from harness import ROOT, markdown
 RESULTS, README = ROOT / "benchmarks" / "RESULTS.md", ROOT / "README.md"
 HEADER = ("figure", "lean_trl", "TRL", "ratio", "machine", "commit", "command")
 ROWS, START, END = "<!-- rows -->", "<!-- from benchmarks/RESULTS.md -->", "<!-- end -->"
-README_FIGURES = (": tokens/s", ": peak RSS", "import of the trainer", "preparing", "packing")
+README_FIGURES = (
+    ": tokens per CPU second",
+    ": peak RSS",
+    ": peak of live tensors",
+    "import of the trainer, CPU",
+    "preparing the rows, CPU",
+    "packing 1 M lengths (bfd), CPU",
+)
 
 
 class Row(NamedTuple):
@@ -37,7 +44,7 @@ class Row(NamedTuple):
 def save_rows(rows: Sequence[Row], about: Mapping[str, str], path: Path) -> None:
     """Rows with what they were measured on, for this script to put into RESULTS.md."""
     machine = (
-        f"{about['hardware']}; {about['versions']}; {about['peer']}; {about['threads']} threads; "
+        f"{about['hardware']}; {about['versions']}; {about['peer']}; threads: {about['threads']}; "
         f"load {about['load']} before"
     )
     filled = [

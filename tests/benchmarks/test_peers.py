@@ -5,7 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 from harness import ROOT, Runs
-from peers import compared, conversations, rate, repeat_longest, same_work, training_arms
+from peers import (
+    command_in_words,
+    compared,
+    conversations,
+    rate,
+    ratio,
+    repeat_longest,
+    same_work,
+    training_arms,
+)
 from results import (
     END,
     README,
@@ -78,6 +87,17 @@ def test_medians_spread_and_ratio():
     assert row[:4] == ("speed", "30.0 (20.0 to 40.0)", "15.0 (15.0 to 15.0)", "2.00x")
 
 
+def test_ratios_have_two_digits_that_count():
+    assert (ratio(1.736), ratio(0.66), ratio(0.0133)) == ("1.74x", "0.66x", "0.013x")
+
+
+def test_commands_name_no_folder_of_this_machine():
+    command = command_in_words(
+        ["--python", "/a/b/python", "--model", "/c/m", "--rows=x", "--steps"]
+    )
+    assert command == "python benchmarks/peers.py --make --model m --rows=x --steps"
+
+
 def test_other_losses_or_tokens_are_other_work():
     def arm(loss, tokens):
         return Runs("x", [{"losses": [1.0, loss], "processed": tokens}])
@@ -101,7 +121,7 @@ def rows_from(tmp_path, rows, **changes):
 def test_rows_enter_results_and_replace_their_older_selves(tmp_path):
     text = merge(EMPTY, rows_from(tmp_path, [Row("a", "1", "2", "0.5x"), Row("b", "3", "4")]))
     assert [row[:4] for row in read_table(text)] == [("a", "1", "2", "0.5x"), ("b", "3", "4", "")]
-    assert read_machines(text) == {"M1": "H; V; P; 2 threads; load 0.1 before"}
+    assert read_machines(text) == {"M1": "H; V; P; threads: 2; load 0.1 before"}
     newer = rows_from(tmp_path, [Row("a", "9", "2", "4.5x")], hardware="GPU", commit="def")
     text = merge(text, newer)
     a, b = read_table(text)
@@ -113,9 +133,9 @@ def test_rows_enter_results_and_replace_their_older_selves(tmp_path):
 
 
 def test_the_readme_table_shows_main_figures_with_their_machine(tmp_path):
-    rows = [Row("SFT: tokens/s", "9", "3", "3x"), Row("SFT: first loss", "1", "1")]
+    rows = [Row("SFT: peak RSS", "9", "3", "3x"), Row("SFT: first loss", "1", "1")]
     table = readme_table(merge(EMPTY, rows_from(tmp_path, rows)))
-    assert "| SFT: tokens/s | 9 | 3 | 3x |" in table and "H; V; P" in table
+    assert "| SFT: peak RSS | 9 | 3 | 3x |" in table and "H; V; P" in table
     assert "first loss" not in table
     readme = update_readme(f"a\n{START}\nold\n{END}\nb\n", EMPTY)
     assert readme == f"a\n{START}\nNo figures yet.\n{END}\nb\n"
