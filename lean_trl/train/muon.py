@@ -79,8 +79,9 @@ def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
 
     Singular values end between 0.68 and 1.13. fp32 [..., R, C], bf16 products on a GPU.
 
-    >>> round(orthogonal(torch.tensor([[3.0, 0.0], [0.0, 1.0]])).det().item(), 1)
-    0.8
+    >>> values = orthogonal(torch.tensor([[3.0, 0.0], [0.0, 1.0]])).diag()
+    >>> bool((0.68 < values).all() and (values < 1.13).all())
+    True
     """
     a, b, c = COEFFICIENTS
     x = matrix.bfloat16() if matrix.is_cuda else matrix.float()
