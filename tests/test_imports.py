@@ -19,6 +19,7 @@ FLOORS = {
     "lean_kernels": 0,
     "lean_trl.builtin": 0,
     "lean_trl.config": 0,
+    "lean_trl.foreign_names": 0,
     "lean_trl.loss_config": 0,
     "lean_trl.losses": 0,
     "lean_trl.memory_config": 0,
