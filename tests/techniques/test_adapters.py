@@ -306,3 +306,19 @@ def test_frozen_weights_keep_their_dtype():
     for name, parameter in model.named_parameters():
         expected = torch.float32 if parameter.requires_grad else torch.bfloat16
         assert parameter.dtype == expected, name
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_sampling_goes_through_the_adapters(quantized):
+    """Greedy tokens of the adapted model are those with the largest log-probs under it."""
+    from lean_trl.model.generate import generate
+
+    section = {"quantization": {"load_in_4bit": True}} if quantized else {}
+    model, _, _ = start({"target_modules": ["q_proj", "down_proj", "lm_head"], "r": 4}, **section)
+    prompt = [5, 9, 3]
+    before = generate(model, [prompt], max_tokens=6, stop_ids=())[0]
+    move(model, 0.3)
+    (answer,) = generate(model, [prompt], max_tokens=6, stop_ids=())
+    assert list(answer) != list(before)
+    top = model(build_batch([Example([*prompt, *answer])]), ("top1",)).top1
+    assert top[len(prompt) - 1 :].all()
