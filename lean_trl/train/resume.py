@@ -149,13 +149,20 @@ def dry_run(run: Run) -> None:
 
 
 def export_weights(run: Run) -> dict[str, torch.Tensor]:
-    """{parameter: whole tensor in model.dtype, on the CPU} on rank 0. All ranks call it."""
+    """{name: whole tensor on the CPU} on rank 0: parameters in model.dtype, buffers as they are.
+
+    All ranks call it.
+    """
     dtype = DTYPES[run.config.model.dtype]
     whole = {}
     for name, weight in model_tensors(run.model).items():
         full = weight.full_tensor() if isinstance(weight, DTensor) else weight
         if run.world.is_main:
             whole[name.removeprefix("model.")] = full.to("cpu", dtype)
+    if run.world.is_main:  # what a model has beside its parameters is whole on every rank
+        parameters = {name for name, _ in run.model.named_parameters()}
+        state = run.model.state_dict()
+        whole |= {name: state[name].cpu() for name in state if name not in parameters}
     return whole
 
 

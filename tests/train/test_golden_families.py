@@ -1,12 +1,16 @@
 """SFT of other families against the same steps written out with transformers."""
 
 import json
+import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 
+from lean_trl.model.loader import load_model
 from lean_trl.train.loop import train
 
+from ..model.tiny import make
 from .golden import GOLDEN, lines, model_folder, recorded_config
 
 STEPS, ROWS = 3, 8
@@ -52,3 +56,24 @@ def test_the_same_steps_as_transformers(name, tmp_path):
     expected = by_hand(model_folder(name, tmp_path))
     for step in range(STEPS):
         assert ours[step] == pytest.approx(expected[step], rel=1e-4), step
+
+
+def test_an_exported_model_has_its_buffers(tmp_path):
+    """DeepSeek's correction of its router is no parameter, and a model without it does not load."""
+    pytest.importorskip("transformers")
+    folder = tmp_path / "deepseek_v3"
+    peer = make("deepseek_v3", folder, vocab_size=512)
+    shutil.copytree(GOLDEN / "tokenizer", folder, dirs_exist_ok=True)
+    config = recorded_config(
+        tmp_path,
+        "text",
+        train={"max_steps": 1},
+        data={"max_length": 32},
+        checkpoint={"export_hf": True},
+    )
+    train(replace(config, model=replace(config.model, path=str(folder))))
+    exported = load_model(tmp_path / "out" / "model").state_dict()
+    biases = [name for name in exported if name.endswith("e_score_correction_bias")]
+    assert biases
+    for name in biases:
+        assert torch.equal(exported[name], peer.state_dict()[name])
