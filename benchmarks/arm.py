@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import resource
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -43,10 +42,10 @@ def main() -> None:
     job = json.loads(Path(job_file).read_text(encoding="utf-8"))
     config = config_from_dict(job["config"])
     before_cuda(config)
-    with tempfile.TemporaryDirectory() as folder, join_world(config.distributed.timeout_s) as world:
+    with join_world(config.distributed.timeout_s) as world:
         config = replace(
             config,
-            output_dir=folder,
+            output_dir=str(Path(result_file).parent / "run"),  # the same for all ranks
             data=replace(config.data, eval_path=None, eval_split=None),
             train=replace(
                 config.train,

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -120,8 +121,10 @@ def run_once(arm: Arm, timeout_s: float) -> dict[str, Any]:
             raise ArmError(f"no result after {timeout_s:.3g} s") from None
         if done.returncode or not result.exists():
             lines = [line for line in done.stdout.splitlines() if line.strip()]
-            last = lines[-1].strip() if lines else "no output"
-            raise ArmError(f"exit {done.returncode}: {last}")
+            errors = [line for line in lines if re.search(r"(Error|Exception): ", line)]
+            last = [*lines[-1:], *errors[-1:]]  # torchrun says more after the error
+            text = last[-1].strip() if last else "no output"
+            raise ArmError(f"exit {done.returncode}: {text}")
         return json.loads(result.read_text(encoding="utf-8"))
 
 
