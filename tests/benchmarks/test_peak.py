@@ -73,7 +73,7 @@ def make_training(recompute: bool):
     model = CausalLM(read_config(read_json(builtin.model_folder() / "config.json")))
     around, optimizer = apply_techniques(model, config), build_optimizer(model, config.train)
     method = METHODS["sft"].bind(config.loss)
-    batch = build_batch([Example(np.arange(n) % 400) for n in (300, 200, 411)])
+    batch = build_batch([Example(np.arange(n) % 300) for n in (300, 200, 411)])
 
     def step():
         train_step(
