@@ -13,12 +13,13 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from tqdm import tqdm
@@ -35,6 +36,10 @@ from lean_trl.data.tokenizer import Tokenizer
 BLOCK = 2048  # rows encoded at a time: enough for all cores, little memory
 REASONS = 20  # for dropping rows, that a report shows
 VERSION = 2  # of the cache; raise it when the same rows would give other tokens
+
+
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 @dataclass
@@ -139,41 +144,79 @@ def _write(
     folder: Path, sources: Sequence[Source], reading: Reading, tokenizer: Tokenizer, progress: bool
 ) -> dict[str, Any]:
     """Encode everything into `folder` and return the account."""
-    reader, encoder = Reader(reading, tokenizer), Encoder(tokenizer)
-    drops, formats = Drops(), Counter[str]()
-    columns: set[str] = set()
-    rows = 0
-    bar = tqdm(desc="preparing data", unit=" rows", disable=None if progress else True, delay=1)
     files = [file for source in sources for file in source.files]
     numbers = [number for number, source in enumerate(sources) for _ in source.files]
+    blocks, encoder = _Blocks(files, Reader(reading, tokenizer)), Encoder(tokenizer)
+
+    def encode(block: _Block) -> list[tuple[int, Draft, list[Encoded]]]:
+        return list(encode_drafts(block.drafts, encoder, reading.kind))
+
+    bar = tqdm(desc="preparing data", unit=" rows", disable=None if progress else True, delay=1)
     with bar, StoreWriter(folder, [str(file) for file in files], numbers) as writer:
-        for number, path in enumerate(files):
-            for block in _blocks(enumerate(read_rows(path))):
-                drafts: list[tuple[int, Draft]] = []
-                for index, row in block:
-                    if len(columns) < 100:
-                        columns.update(row)
-                    try:
-                        form, read = read_row(row, reader)
-                    except RowError as error:
-                        drops.add(error.reason, (str(path), index))
-                        continue
-                    formats[form] += 1
-                    drafts += [(index, draft) for draft in read]
-                for index, draft, item in encode_drafts(drafts, encoder, reading.kind):
-                    more = {"extras": draft.extras, "columns": draft.columns}
-                    writer.add(item, file=number, row=index, **more)
-                rows += len(block)
-                bar.update(len(block))
+        for block, items in _one_ahead(encode, blocks):
+            for index, draft, item in items:
+                more = {"extras": draft.extras, "columns": draft.columns}
+                writer.add(item, file=block.file, row=index, **more)
+            bar.update(block.rows)
         if not len(writer):
-            raise ValueError(_nothing(files, rows, columns, reading.kind, drops))
-    return {"rows": rows, "formats": formats, "count": drops.count, "first": drops.first}
+            raise ValueError(_nothing(blocks, reading.kind))
+    drops = blocks.drops
+    account = {"count": drops.count, "first": drops.first}
+    return {"rows": blocks.rows, "formats": blocks.formats, **account}
 
 
-def _blocks(rows: Iterable[tuple[int, Row]]) -> Iterator[list[tuple[int, Row]]]:
-    iterator = iter(rows)
-    while block := list(islice(iterator, BLOCK)):
-        yield block
+class _Block(NamedTuple):
+    """Rows that stand together in one file."""
+
+    file: int  # index into the files
+    drafts: list[tuple[int, Draft]]  # with the row of each
+    rows: int  # those that were dropped too
+
+
+class _Blocks:
+    """All rows read, a block at a time, with an account of what has been read so far."""
+
+    def __init__(self, files: Sequence[Path], reader: Reader) -> None:
+        self.files, self._reader = files, reader
+        self.rows, self.drops = 0, Drops()
+        self.formats = Counter[str]()
+        self.columns: set[str] = set()
+
+    def __iter__(self) -> Iterator[_Block]:
+        for number, path in enumerate(self.files):
+            rows = enumerate(read_rows(path))
+            while block := list(islice(rows, BLOCK)):
+                drafts = [(i, draft) for i, row in block for draft in self._read(row, path, i)]
+                self.rows += len(block)
+                yield _Block(number, drafts, len(block))
+
+    def _read(self, row: Row, path: Path, index: int) -> list[Draft]:
+        if len(self.columns) < 100:
+            self.columns.update(row)
+        try:
+            form, drafts = read_row(row, self._reader)
+        except RowError as error:
+            self.drops.add(error.reason, (str(path), index))
+            return []
+        self.formats[form] += 1
+        return drafts
+
+
+def _one_ahead(work: Callable[[A], B], items: Iterable[A]) -> Iterator[tuple[A, B]]:
+    """(item, work(item)) in order, with work on the next one under way in a thread.
+
+    The tokenizer works in threads of its own, outside of the interpreter: meanwhile rows are read
+    and written here.
+    """
+    with ThreadPoolExecutor(1) as worker:
+        under_way: tuple[A, Future[B]] | None = None
+        for item in items:
+            begun = item, worker.submit(work, item)
+            if under_way is not None:
+                yield under_way[0], under_way[1].result()
+            under_way = begun
+        if under_way is not None:
+            yield under_way[0], under_way[1].result()
 
 
 def encode_drafts(
@@ -190,15 +233,14 @@ def encode_drafts(
         yield row, draft, item
 
 
-def _nothing(
-    files: Sequence[Path], rows: int, columns: Iterable[str], kind: str, drops: Drops
-) -> str:
+def _nothing(blocks: _Blocks, kind: str) -> str:
+    files = blocks.files
     named = ", ".join(map(str, files[:3])) + (" ..." if len(files) > 3 else "")
     return "\n  ".join(
         [
-            f"no usable row in {named} ({rows} read)",
-            f"columns found: {', '.join(sorted(columns)) or 'none'}",
+            f"no usable row in {named} ({blocks.rows} read)",
+            f"columns found: {', '.join(sorted(blocks.columns)) or 'none'}",
             f"accepted for {kind}: {ACCEPTED[kind]}",
-            *drops.lines(rows),
+            *blocks.drops.lines(blocks.rows),
         ]
     )
