@@ -6,6 +6,8 @@ import pytest
 
 from tests.kernels.aot import ARCHITECTURES, Report, check, compile_cases
 
+pytest.importorskip("triton")
+
 
 def sample(case: str, arch: int) -> Report:
     (report,) = (r for r in compile_cases("tests.kernels.aot_samples", arch) if r.case == case)
